@@ -1,0 +1,233 @@
+"""The table of steps, and the one way to run a step.
+
+A step reads its config sections and input folders and writes one output folder. It knows nothing of who
+called it: the flow, DVC and a person at a shell all run `eagle step NAME --dir BASE`, which reads
+BASE/<input>/ and writes BASE/NAME/. The step writes into BASE/NAME.partial, which is renamed at the end.
+BASE/NAME.work keeps checkpoints across a crash and is removed when the step is complete.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from filelock import FileLock, Timeout
+
+from eagle import manifest
+from eagle.config import Config
+from eagle.errors import BusyError, StepFailed, closest
+from eagle.errors import ConfigError
+from eagle.progress import say
+from eagle.target.resolve import target_fingerprint
+
+CODE_ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a step gets. `out` is the folder to fill; `work` keeps checkpoints and survives a crash."""
+
+    config: Config
+    root: Path
+    inputs: dict[str, Path]
+    out: Path
+    work: Path
+
+    @property
+    def cache(self) -> Path:
+        """The cache folder (converted targets, target features), made if missing."""
+        folder = self.root / self.config.paths.cache
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+class StepFunction(Protocol):
+    """Fills `context.out` and returns the step's metrics (finite JSON), written to metrics.json by the runner."""
+
+    def __call__(self, context: StepContext) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of the table: where the function is and what its key is made of."""
+
+    name: str
+    function: str
+    sections: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
+    reads_prompts: bool = False
+    help: str = ""
+
+    def load(self) -> StepFunction:
+        """Import and return the step's function (only now: a step that is up to date never imports torch)."""
+        module, _, name = self.function.partition(":")
+        function: StepFunction = getattr(importlib.import_module(module), name)
+        return function
+
+
+STEPS: dict[str, Step] = {
+    step.name: step
+    for step in (
+        Step("dataset", "eagle.dataset.step:run", ("target", "dataset"), (), ("eagle/dataset", "eagle/target"), True,
+             "prompts in, conversations answered by the target out"),
+        Step("distill", "eagle.train.distill:run", ("target", "draft", "distill"), ("dataset",),
+             ("eagle/draft", "eagle/train", "eagle/target", "kernels"), False, "stage 1: distil the draft"),
+        Step("policy", "eagle.train.policy:run", ("target", "policy"), ("dataset", "distill"),
+             ("eagle/draft", "eagle/train", "eagle/target", "kernels"), False, "stage 2: policy gradient toward acceptance"),
+        Step("tune", "eagle.bench.tune:run", ("target", "tune"), ("policy",), ("eagle/bench/tune.py", "kernels"), False,
+             "choose threads, dtype and draft-step form; compile the kernels"),
+        Step("bench", "eagle.bench.step:run", ("target", "bench"), ("dataset", "policy", "tune"),
+             ("eagle/bench", "eagle/decode", "eagle/draft", "eagle/target", "kernels"), False, "measure against no speculation"),
+        Step("bundle", "eagle.bundle.step:run", ("target", "vllm", "bundle"), ("dataset", "policy", "bench"),
+             ("eagle/bundle", "eagle/decode", "eagle/draft", "eagle/target"), False, "pack for vLLM and validate in vLLM"),
+        Step("register", "eagle.registry.step:run", ("target", "register"), ("dataset", "distill", "policy", "bench", "bundle"),
+             ("eagle/registry",), False, "MLflow model version, gate, alias"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether a step's folder is up to date, and if not, why."""
+
+    up_to_date: bool
+    reason: str
+    parts: dict[str, Any] = field(repr=False)
+
+
+def get_step(name: str) -> Step:
+    """Return the step called `name`; ConfigError names the closest one when there is none."""
+    if name not in STEPS:
+        raise ConfigError(f"no step '{name}'{closest(name, STEPS)}; steps: {', '.join(STEPS)}")
+    return STEPS[name]
+
+
+def key_parts(step: Step, config: Config, root: Path, base: Path) -> dict[str, Any]:
+    """Return the material of the step's key: seed, config sections, input contents, code, outside files."""
+    dumped = config.model_dump(mode="json", by_alias=True)
+    inputs = {}
+    for name in step.inputs:
+        found = manifest.read_manifest(base / name)
+        inputs[name] = found["content_hash"] if found else "missing"
+    extra: dict[str, str] = {"target": target_fingerprint(config.target, root, root / config.paths.cache)}
+    if step.reads_prompts:
+        shipped = sorted((root / "data" / "prompts").glob("*.jsonl"))
+        given = [root / name for name in config.dataset.prompt_files]
+        for path in (*shipped, *given):
+            extra[f"prompts:{path.name}"] = manifest.hash_file(path) if path.is_file() else "missing"
+    return {
+        "seed": config.runtime.seed,
+        "config": {name: dumped[name] for name in step.sections},
+        "inputs": inputs,
+        "code": manifest.hash_sources(CODE_ROOT, step.code),
+        "extra": extra,
+    }
+
+
+def status(step: Step, config: Config, root: Path, base: Path) -> Status:
+    """Compare the folder's manifest with what a run would be made of now. Reads hashes, imports nothing heavy."""
+    parts = key_parts(step, config, root, base)
+    found = manifest.read_manifest(base / step.name)
+    if found is None:
+        resumable = (base / f"{step.name}.work").is_dir()
+        return Status(False, "interrupted, will resume" if resumable else "not made yet", parts)
+    if found["key"] == manifest.hash_json(parts):
+        gone = manifest.missing_file(base / step.name, found)
+        return Status(gone is None, f"file changed or gone: {gone}" if gone else "up to date", parts)
+    return Status(False, _difference(found["parts"], parts), parts)
+
+
+def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    if old.get("seed") != new["seed"]:
+        return f"seed {old.get('seed')} -> {new['seed']}"
+    changed = _first_change(old.get("config", {}), new["config"])
+    if changed:
+        return f"config {changed}"
+    for name, value in new["inputs"].items():
+        if old.get("inputs", {}).get(name) != value:
+            return f"input {name} {'is missing' if value == 'missing' else 'changed'}"
+    for name, value in new["extra"].items():
+        if old.get("extra", {}).get(name) != value:
+            return f"{name} changed"
+    return "code changed" if old.get("code") != new["code"] else "inputs changed"
+
+
+def _first_change(old: Any, new: Any, at: str = "") -> str | None:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(set(old) | set(new)):
+            found = _first_change(old.get(key), new.get(key), f"{at}.{key}" if at else key)
+            if found:
+                return found
+        return None
+    return None if old == new else f"{at}: {old!r} -> {new!r}"
+
+
+def run_step(name: str, config: Config, root: Path, base: Path, *, force: bool = False) -> bool:
+    """Bring BASE/NAME up to date. Returns True when the step ran, False when it was up to date.
+
+    Raises BusyError when another process is at the same folder, StepFailed when an input is missing,
+    and whatever EagleError the step itself raises; nothing half-written is left under BASE/NAME.
+    """
+    step = get_step(name)
+    base.mkdir(parents=True, exist_ok=True)
+    final, partial, old = base / name, base / f"{name}.partial", base / f"{name}.old"
+    try:
+        with FileLock(base / f"{name}.lock", timeout=0):
+            if old.is_dir() and not final.exists():  # a crash between the two renames of _publish
+                old.rename(final)
+            now = status(step, config, root, base)
+            if now.up_to_date and not force:
+                say(f"{name}: up to date")
+                return False
+            for needed in step.inputs:
+                if now.parts["inputs"][needed] == "missing":
+                    raise StepFailed(f"step {name}: input '{needed}' is missing in {base}; run: eagle step {needed} --dir {base}")
+            say(f"{name}: {now.reason}")
+            began = time.monotonic()
+            context = StepContext(config, root, {n: base / n for n in step.inputs}, partial, _work_folder(base, name, now.parts))
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            metrics = step.load()(context)
+            manifest.write_json(partial / manifest.METRICS, metrics)
+            manifest.write_manifest(partial, name, now.parts)
+            _publish(partial, final, old)
+            shutil.rmtree(context.work, ignore_errors=True)
+            manifest.write_provenance(final, root, time.monotonic() - began)
+            say(f"{name}: done in {time.monotonic() - began:.0f} s -> {final}")
+            return True
+    except Timeout:
+        raise BusyError(f"step {name}: another process is at work in {base} (lock {name}.lock); wait for it or stop it") from None
+
+
+def _work_folder(base: Path, name: str, parts: dict[str, Any]) -> Path:
+    """Return BASE/NAME.work; what it holds is kept only if it was made for the same key."""
+    work = base / f"{name}.work"
+    key = manifest.hash_json(parts)
+    marker = work / "key.json"
+    try:
+        same = manifest.read_json(marker) == key
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        manifest.write_json(marker, key)
+    return work
+
+
+def _publish(partial: Path, final: Path, old: Path) -> None:
+    for path in partial.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
