@@ -7,6 +7,7 @@ with the file, the key and the closest valid key; nothing is started.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -175,7 +176,9 @@ class PolicyConfig(Section):
     )
     eval_every: PositiveInt = 15
     eval_sequences: PositiveInt = 64
-    max_drop: Annotated[float, Field(ge=0.0)] = Field(0.02, description="relative fall of validation acceptance that stops the stage")
+    max_drop: Annotated[float, Field(ge=0.0)] = Field(
+        0.02, description="relative fall of validation acceptance that stops the stage"
+    )
     checkpoint_every: PositiveInt = 15
 
 
@@ -211,16 +214,22 @@ class BundleConfig(Section):
 
     draft_tokens: Annotated[int, Field(ge=1, le=16)] = Field(3, description="num_speculative_tokens of the serve command")
     dtype: DType = Field("float32", description="dtype of the weights in the bundle")
-    validate_in_vllm: bool = Field(True, description="load in vLLM, compare text and acceptance; off = never registered as champion")
+    validate_in_vllm: bool = Field(
+        True, description="load in vLLM, compare text and acceptance; off = never registered as champion"
+    )
     prompts: PositiveInt = Field(16, description="held-out prompts of the validation")
     max_new_tokens: PositiveInt = 64
-    max_acceptance_gap: Annotated[float, Field(gt=0.0)] = Field(0.05, description="relative gap to the reference engine's acceptance length")
+    max_acceptance_gap: Annotated[float, Field(gt=0.0)] = Field(
+        0.05, description="relative gap to the reference engine's acceptance length"
+    )
 
 
 class GateConfig(Section):
     """What a challenger must reach to become champion."""
 
-    min_acceptance_length: Annotated[float, Field(ge=1.0)] = Field(1.3, description="absolute floor, counted by vLLM, bonus included")
+    min_acceptance_length: Annotated[float, Field(ge=1.0)] = Field(
+        1.3, description="absolute floor, counted by vLLM, bonus included"
+    )
     min_equal_tokens: Fraction = Field(1.0, description="share of greedy tokens equal to the target's own, fp32")
     max_memory_overhead: Annotated[float, Field(gt=0.0)] = Field(0.35, description="draft weights and KV over the target's")
     min_relative_acceptance: Annotated[float, Field(gt=0.0)] = Field(0.98, description="challenger over champion, same prompts")
@@ -334,17 +343,17 @@ def _parse_override(item: str) -> dict[str, Any]:
     except yaml.YAMLError:
         raise ConfigError(f"--set {item}: the value is not valid YAML") from None
     if isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     nested: Any = value
     for part in reversed(parts):
         nested = {part: nested}
     return dict(nested)
 
 
-def _overlay(base: dict[str, Any], extra: dict[str, Any], name: str, origin: dict[tuple[str, ...], str], at: tuple[str, ...] = ()) -> None:
+def _overlay(
+    base: dict[str, Any], extra: dict[str, Any], name: str, origin: dict[tuple[str, ...], str], at: tuple[str, ...] = ()
+) -> None:
     """Merge `extra` into `base` in place, mappings key by key, and remember which file each key came from."""
     for raw, value in extra.items():
         key = str(raw)

@@ -15,6 +15,9 @@ class EagleError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message))
+
 
 class ConfigError(EagleError):
     """A key, value or file of the configuration is unusable. Nothing was started."""

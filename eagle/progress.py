@@ -38,12 +38,18 @@ class Track:
     def __enter__(self) -> Track:
         if self._stream.isatty():
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[unit]}"),
-                TextColumn("{task.fields[rate]:.0f}/s"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[unit]}"),
+                TextColumn("{task.fields[rate]:.0f}/s"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
                 console=Console(file=self._stream),
             )
             self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.total, completed=self.done, unit=self.unit, rate=0.0, note="")
+            self._task = self._bar.add_task(
+                self.title, total=self.total, completed=int(self.done), unit=self.unit, rate=0.0, note=""
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:

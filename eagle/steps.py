@@ -20,8 +20,7 @@ from filelock import FileLock, Timeout
 
 from eagle import manifest
 from eagle.config import Config
-from eagle.errors import BusyError, StepFailed, closest
-from eagle.errors import ConfigError
+from eagle.errors import BusyError, ConfigError, StepFailed, closest
 from eagle.progress import say
 from eagle.target.resolve import target_fingerprint
 
@@ -74,20 +73,69 @@ class Step:
 STEPS: dict[str, Step] = {
     step.name: step
     for step in (
-        Step("dataset", "eagle.dataset.step:run", ("target", "dataset"), (), ("eagle/dataset", "eagle/target"), True,
-             "prompts in, conversations answered by the target out"),
-        Step("distill", "eagle.train.distill:run", ("target", "draft", "distill"), ("dataset",),
-             ("eagle/draft", "eagle/train", "eagle/target", "kernels"), False, "stage 1: distil the draft"),
-        Step("policy", "eagle.train.policy:run", ("target", "policy"), ("dataset", "distill"),
-             ("eagle/draft", "eagle/train", "eagle/target", "kernels"), False, "stage 2: policy gradient toward acceptance"),
-        Step("tune", "eagle.bench.tune:run", ("target", "tune"), ("policy",), ("eagle/bench/tune.py", "kernels"), False,
-             "choose threads, dtype and draft-step form; compile the kernels"),
-        Step("bench", "eagle.bench.step:run", ("target", "bench"), ("dataset", "policy", "tune"),
-             ("eagle/bench", "eagle/decode", "eagle/draft", "eagle/target", "kernels"), False, "measure against no speculation"),
-        Step("bundle", "eagle.bundle.step:run", ("target", "vllm", "bundle"), ("dataset", "policy", "bench"),
-             ("eagle/bundle", "eagle/decode", "eagle/draft", "eagle/target"), False, "pack for vLLM and validate in vLLM"),
-        Step("register", "eagle.registry.step:run", ("target", "register"), ("dataset", "distill", "policy", "bench", "bundle"),
-             ("eagle/registry",), False, "MLflow model version, gate, alias"),
+        Step(
+            "dataset",
+            "eagle.dataset.step:run",
+            ("target", "dataset"),
+            (),
+            ("eagle/dataset", "eagle/target"),
+            True,
+            "prompts in, conversations answered by the target out",
+        ),
+        Step(
+            "distill",
+            "eagle.train.distill:run",
+            ("target", "draft", "distill"),
+            ("dataset",),
+            ("eagle/draft", "eagle/train", "eagle/target", "kernels"),
+            False,
+            "stage 1: distil the draft",
+        ),
+        Step(
+            "policy",
+            "eagle.train.policy:run",
+            ("target", "policy"),
+            ("dataset", "distill"),
+            ("eagle/draft", "eagle/train", "eagle/target", "kernels"),
+            False,
+            "stage 2: policy gradient toward acceptance",
+        ),
+        Step(
+            "tune",
+            "eagle.bench.tune:run",
+            ("target", "tune"),
+            ("policy",),
+            ("eagle/bench/tune.py", "kernels"),
+            False,
+            "choose threads, dtype and draft-step form; compile the kernels",
+        ),
+        Step(
+            "bench",
+            "eagle.bench.step:run",
+            ("target", "bench"),
+            ("dataset", "policy", "tune"),
+            ("eagle/bench", "eagle/decode", "eagle/draft", "eagle/target", "kernels"),
+            False,
+            "measure against no speculation",
+        ),
+        Step(
+            "bundle",
+            "eagle.bundle.step:run",
+            ("target", "vllm", "bundle"),
+            ("dataset", "policy", "bench"),
+            ("eagle/bundle", "eagle/decode", "eagle/draft", "eagle/target"),
+            False,
+            "pack for vLLM and validate in vLLM",
+        ),
+        Step(
+            "register",
+            "eagle.registry.step:run",
+            ("target", "register"),
+            ("dataset", "distill", "policy", "bench", "bundle"),
+            ("eagle/registry",),
+            False,
+            "MLflow model version, gate, alias",
+        ),
     )
 }
 

@@ -27,21 +27,44 @@ def tiny_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
 
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(specials)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     fast.chat_template = TEMPLATE
     return fast
 
 
 def tiny_target(
-    folder: Path, *, layers: int = 4, hidden: int = 64, heads: int = 4, kv_heads: int = 2, head_dim: int = 32, vocab_size: int = 320,
-    tie: bool = True, rope_theta: float = 10000.0, seed: int = 0, scale: float = 3.0,
+    folder: Path,
+    *,
+    layers: int = 4,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocab_size: int = 320,
+    tie: bool = True,
+    rope_theta: float = 10000.0,
+    seed: int = 0,
+    scale: float = 3.0,
 ) -> Path:
     """Save a random Llama at `folder` and return it. `scale` sharpens the logits so that answers are not uniform noise."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        intermediate_size=2 * hidden, vocab_size=vocab_size, tie_word_embeddings=tie, max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta}, bos_token_id=1, eos_token_id=2, pad_token_id=0, rms_norm_eps=1e-5,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=2 * hidden,
+        vocab_size=vocab_size,
+        tie_word_embeddings=tie,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        rms_norm_eps=1e-5,
     )
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():

