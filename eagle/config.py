@@ -83,7 +83,9 @@ class DatasetConfig(Section):
     shipped_prompts: Annotated[int, Field(ge=0)] = Field(900, description="prompts expanded from data/prompts")
     self_prompts: Annotated[int, Field(ge=0)] = Field(900, description="prompts sampled from the target itself")
     self_prompt_tokens: PositiveInt = Field(64, description="longest self-prompt, tokens")
-    self_prompt_temperature: Annotated[float, Field(gt=0.0, le=5.0)] = 1.0
+    self_prompt_temperature: Annotated[float, Field(gt=0.0, le=5.0)] = Field(
+        0.8, description="at 1.0 a third of a small target's self-prompts are noise that never ends"
+    )
     max_prompt_tokens: PositiveInt = Field(384, description="longer prompts are quarantined")
     max_new_tokens: PositiveInt = Field(160, description="longest answer, tokens")
     min_new_tokens: Annotated[int, Field(ge=1)] = Field(4, description="shorter answers are quarantined")
@@ -188,6 +190,9 @@ class TuneConfig(Section):
     max_minutes: Annotated[float, Field(gt=0.0)] = 2.0
     repeats: Annotated[int, Field(ge=3)] = 15
     batch_sizes: list[PositiveInt] = Field(default_factory=lambda: [1, 8], min_length=1)
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] = Field(
+        3, description="K of the timed round: K draft steps, then a verification"
+    )
     try_compile: bool = Field(False, description="also time torch.compile (the first call takes tens of seconds)")
     aot_targets: list[Annotated[int, Field(ge=70, le=130)]] = Field(
         default_factory=lambda: [90], description="CUDA compute capabilities compiled ahead of time as a check"

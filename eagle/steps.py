@@ -57,7 +57,7 @@ class Step:
 
     name: str
     function: str
-    sections: tuple[str, ...]
+    sections: tuple[str, ...]  # "section" or "section.key"
     inputs: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
     reads_prompts: bool = False
@@ -76,7 +76,7 @@ STEPS: dict[str, Step] = {
         Step(
             "dataset",
             "eagle.dataset.step:run",
-            ("target", "dataset"),
+            ("target", "dataset", "vllm.max_num_seqs"),
             (),
             ("eagle/dataset", "eagle/target"),
             True,
@@ -165,13 +165,13 @@ def key_parts(step: Step, config: Config, root: Path, base: Path) -> dict[str, A
         inputs[name] = found["content_hash"] if found else "missing"
     extra: dict[str, str] = {"target": target_fingerprint(config.target, root, root / config.paths.cache)}
     if step.reads_prompts:
-        shipped = sorted((root / "data" / "prompts").glob("*.jsonl"))
-        given = [root / name for name in config.dataset.prompt_files]
-        for path in (*shipped, *given):
-            extra[f"prompts:{path.name}"] = manifest.hash_file(path) if path.is_file() else "missing"
+        shipped = {f"prompts:{p.name}": p for p in sorted((root / "data" / "prompts").glob("*.jsonl"))}
+        given = {f"prompts:{name}": root / name for name in config.dataset.prompt_files}
+        for label, path in (shipped | given).items():
+            extra[label] = manifest.hash_file(path) if path.is_file() else "missing"
     return {
         "seed": config.runtime.seed,
-        "config": {name: dumped[name] for name in step.sections},
+        "config": {name: _at(dumped, name) for name in step.sections},
         "inputs": inputs,
         "code": manifest.hash_sources(CODE_ROOT, step.code),
         "extra": extra,
@@ -189,6 +189,12 @@ def status(step: Step, config: Config, root: Path, base: Path) -> Status:
         gone = manifest.missing_file(base / step.name, found)
         return Status(gone is None, f"file changed or gone: {gone}" if gone else "up to date", parts)
     return Status(False, _difference(found["parts"], parts), parts)
+
+
+def _at(config: dict[str, Any], path: str) -> Any:
+    for part in path.split("."):
+        config = config[part]
+    return config
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -60,7 +60,8 @@ class Reason:
         """Return the check as one line of text, for example `acceptance_length 1.62 >= 1.3  ok`."""
         shown = "not measured" if self.value is None else f"{self.value:.4g}"
         sign = ">=" if self.better == "higher" else "<="
-        return f"{self.name} {shown} {sign} {self.bound:.4g}  {'ok' if self.ok else 'FAILED'}{f' ({self.note})' if self.note else ''}"
+        end = f" ({self.note})" if self.note else ""
+        return f"{self.name} {shown} {sign} {self.bound:.4g}  {'ok' if self.ok else 'FAILED'}{end}"
 
 
 @dataclass(frozen=True)

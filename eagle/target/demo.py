@@ -77,7 +77,7 @@ def verify_demo(cache: Path) -> Path:
         raise PreflightError(f"no demo target in {folder}; run: eagle target fetch-demo")
     broken = manifest.altered_file(folder, found)
     if broken:
-        raise PreflightError(f"demo target: {folder / broken} is missing or altered; delete its folder and run: eagle target fetch-demo")
+        raise PreflightError(f"demo: {folder / broken} is altered or gone; delete the folder, then: eagle target fetch-demo")
     return folder
 
 

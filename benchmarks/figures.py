@@ -1,0 +1,130 @@
+"""`make figures [ID=F1.1]`: measure the figures and write benchmarks/results/ID.json and the table README.md.
+
+Owns the form of a result (architecture: id, what, value, unit, bound, holds, runs, command, machine, versions, commit,
+date). What is measured, and how, is in one module per issue (`benchmarks/spine.py`). `holds` is computed from the value.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from eagle import manifest
+from eagle.errors import closest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MODULES = ("benchmarks.spine",)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement gives back: the value, every single run behind it, and one line on what was tried if it falls short."""
+
+    value: float | bool | None
+    runs: list[Any] = field(default_factory=list)
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: `op` and `limit` decide whether it holds."""
+
+    id: str
+    what: str
+    unit: str
+    op: Literal["<=", ">=", "=="]
+    limit: float
+    measure: Callable[[], Measured]
+
+    def holds(self, value: float | bool | None) -> bool | None:
+        """Compare the value with the bound; None when there is no value."""
+        if value is None:
+            return None
+        return {"<=": value <= self.limit, ">=": value >= self.limit, "==": value == self.limit}[self.op]
+
+
+def machine() -> dict[str, Any]:
+    """Return what the timing depends on: processor, cores that this process may use, memory."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30, 1),
+        "system": platform.system(),
+    }
+
+
+def measure(figure: Figure) -> dict[str, Any]:
+    """Measure one figure and write its JSON. Returns the row."""
+    measured = figure.measure()
+    row = {
+        "id": figure.id,
+        "what": figure.what,
+        "value": measured.value,
+        "unit": figure.unit,
+        "bound": f"{figure.op} {figure.limit:g}",
+        "holds": figure.holds(measured.value),
+        "runs": measured.runs,
+        "command": f"make figures ID={figure.id}",
+        "machine": machine(),
+        "versions": manifest.versions(),
+        "commit": manifest.git_state(ROOT)["sha"],
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    if measured.why:
+        row["why"] = measured.why
+    manifest.write_json(RESULTS / f"{figure.id}.json", row)
+    return row
+
+
+def write_table() -> None:
+    """Write benchmarks/results/README.md from the JSON files that are there."""
+    rows = [manifest.read_json(path) for path in sorted(RESULTS.glob("F*.json"))]
+    lines = [
+        "# Figures",
+        "",
+        "Written by `make figures`; one JSON file a figure holds every run, the machine, the versions and the commit.",
+        "",
+        "| id | what | value | bound | holds | date | note |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        holds = {True: "yes", False: "**no**", None: "not measured"}[row["holds"]]
+        value = "-" if row["value"] is None else f"{row['value']:.4g} {row['unit']}"
+        cells = (row["id"], row["what"], value, f"{row['bound']} {row['unit']}".strip(), holds, row["date"], row.get("why", ""))
+        lines.append(f"| {' | '.join(cells)} |")
+    manifest.write_text(RESULTS / "README.md", "\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Measure the figures named on the command line, or all of them."""
+    figures: dict[str, Figure] = {f.id: f for name in MODULES for f in importlib.import_module(name).FIGURES}
+    wanted = sys.argv[1:] or list(figures)
+    for name in wanted:
+        if name not in figures:
+            sys.exit(f"error: no figure '{name}'{closest(name, figures)}; figures: {', '.join(figures)}")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for name in wanted:
+        row = measure(figures[name])
+        print(f"{row['id']}: {row['what']}: {row['value']} {row['unit']} (bound {row['bound']}, holds: {row['holds']})")
+        write_table()
+
+
+if __name__ == "__main__":
+    main()

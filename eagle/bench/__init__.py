@@ -1,0 +1,1 @@
+"""Measurement: tuning for this machine, paired benchmarks, tables and plots."""

@@ -1,0 +1,236 @@
+"""The measurements: paired speed, acceptance, greedy equality, memory. Each returns plain numbers for bench.json."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eagle.bench.workload import Arm, Workload
+from eagle.decode.drafting import EagleDrafter
+from eagle.decode.engine import Engine
+from eagle.decode.stats import DecodeStats
+
+Spread = dict[str, Any]
+
+
+def spread(values: Sequence[float], digits: int = 4) -> Spread:
+    """Return {median, min, max, runs} of repeated measurements."""
+    runs = [round(value, digits) for value in values]
+    return {"median": round(statistics.median(values), digits), "min": min(runs), "max": max(runs), "runs": runs}
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value below which `share` of the sorted values lie (nearest rank); 0.0 for none."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+
+
+@dataclass
+class Timed:
+    """The repeats of one arm, in the order of the turns."""
+
+    arm: Arm
+    stats: list[DecodeStats]
+
+    def row(self, base: Timed) -> dict[str, Any]:
+        """Return the arm's row of bench.json; ratios are taken turn by turn against `base`, the arm without speculation."""
+        itl = [1e3 * seconds for stats in self.stats for seconds in stats.token_seconds]
+        accepted = _pooled(self.stats)
+        pairs = list(zip(self.stats, base.stats, strict=True))
+        drafted = self.arm.draft_tokens > 0
+        return {
+            "batch": self.arm.batch,
+            "temperature": self.arm.temperature,
+            "draft_tokens": self.arm.draft_tokens,
+            "tokens_per_second": spread([s.tokens_per_second for s in self.stats], 2),
+            "speedup": spread([s.tokens_per_second / b.tokens_per_second for s, b in pairs]) if drafted else None,
+            "ttft_ms": spread([1e3 * s.ttft_seconds for s in self.stats], 2),
+            "ttft_ratio": spread([s.ttft_seconds / b.ttft_seconds for s, b in pairs]) if drafted else None,
+            "itl_ms": {
+                "mean": round(statistics.fmean(itl), 3) if itl else 0.0,
+                "p50": round(quantile(itl, 0.5), 3),
+                "p95": round(quantile(itl, 0.95), 3),
+            },
+            "target_step_ms": spread([1e3 * s.target_step_seconds for s in self.stats], 3),
+            "draft_step_ms": spread([1e3 * s.draft_step_seconds for s in self.stats], 3) if drafted else None,
+            "acceptance_length": round(accepted.acceptance_length, 4) if drafted else None,
+            "tokens": sum(s.tokens for s in self.stats),
+        }
+
+
+def _pooled(stats: Sequence[DecodeStats]) -> DecodeStats:
+    """Add up the acceptance counters of several runs with one draft length."""
+    total = DecodeStats()
+    for run in stats:
+        total.rounds += run.rounds
+        total.drafted += run.drafted
+        total.accepted += run.accepted
+    return total
+
+
+def race(
+    engine: Engine,
+    work: Workload,
+    arms: list[Arm],
+    *,
+    max_new_tokens: int,
+    size: int,
+    rounds: int,
+    seed: int,
+    done: Callable[[], None],
+) -> list[Timed]:
+    """Time `arms` in turns, `rounds` times: A B C, B C A, ... In one turn all arms get the same prompts and budget.
+
+    Stop tokens are ignored, so that every arm makes the same number of tokens. `done` is called after each run.
+    """
+    found = [Timed(arm, []) for arm in arms]
+    for arm in arms:  # first calls allocate and, for a compiled draft, compile
+        engine.generate(
+            work.window(0, arm.batch), max_new_tokens=8, draft_tokens=arm.draft_tokens, batch=arm.batch, ignore_eos=True
+        )
+    for turn in range(rounds):
+        prompts = work.window(turn, size)
+        first = turn % len(arms)
+        for timed in found[first:] + found[:first]:
+            result = engine.generate(
+                prompts,
+                max_new_tokens=max_new_tokens,
+                draft_tokens=timed.arm.draft_tokens,
+                temperature=timed.arm.temperature,
+                seed=seed + turn,
+                ignore_eos=True,
+                batch=timed.arm.batch,
+            )
+            timed.stats.append(result.stats)
+            done()
+    return found
+
+
+def acceptance(
+    engine: Engine, work: Workload, arm: Arm, *, max_new_tokens: int, seed: int, stop: AbstractSet[int]
+) -> dict[str, Any]:
+    """Decode all prompts once, to their ends, and return what was accepted (vLLM's counters)."""
+    stats = engine.generate(
+        work.prompts,
+        max_new_tokens=max_new_tokens,
+        draft_tokens=arm.draft_tokens,
+        temperature=arm.temperature,
+        seed=seed,
+        stop=stop,
+        batch=arm.batch,
+    ).stats
+    return {
+        "temperature": arm.temperature,
+        "draft_tokens": arm.draft_tokens,
+        "acceptance_length": round(stats.acceptance_length, 4),
+        "acceptance_by_position": [round(share, 4) for share in stats.acceptance_by_position],
+        "drafts": stats.rounds,
+        "draft_tokens_proposed": stats.drafted,
+        "draft_tokens_accepted": stats.accepted,
+        "tokens": stats.tokens,
+    }
+
+
+def cost_ratio(none: Timed, drafted: Timed) -> dict[str, Any]:
+    """Return c, the time of a draft step over that of a target step without speculation, turn by turn."""
+    pairs = list(zip(drafted.stats, none.stats, strict=True))
+    ratios = [s.draft_step_seconds / b.target_step_seconds for s, b in pairs if s.draft_steps and b.target_steps]
+    if not ratios:
+        return {"batch": none.arm.batch, "draft_tokens": drafted.arm.draft_tokens, "median": None}
+    return {"batch": none.arm.batch, "draft_tokens": drafted.arm.draft_tokens, **spread(ratios)}
+
+
+def equality(
+    engine: Engine, prompts: list[list[int]], *, max_new_tokens: int, length: int, stop: AbstractSet[int]
+) -> dict[str, Any]:
+    """Compare greedy text with the draft, at batch 1 and in one ragged batch, to the target's own at batch 1.
+
+    The engine's target must be float32. A token is equal if it and all before it in its answer are; a first difference
+    is reported with its position and the gap between the target's two highest logits there: only a gap at the level of
+    rounding (about 1e-5 and below) may be one.
+    """
+    base = engine.generate(prompts, max_new_tokens=max_new_tokens, draft_tokens=0, stop=stop, batch=1).tokens
+    total = sum(len(tokens) for tokens in base)
+    found: dict[str, Any] = {"prompts": len(prompts), "tokens": total, "draft_tokens": length, "runs": [], "mismatches": []}
+    for batch in sorted({1, min(engine.batch, len(prompts))}):
+        result = engine.generate(prompts, max_new_tokens=max_new_tokens, draft_tokens=length, stop=stop, batch=batch)
+        equal = 0
+        for index, (wanted, got) in enumerate(zip(base, result.tokens, strict=True)):
+            same = common_prefix(wanted, got)
+            equal += same
+            if same < max(len(wanted), len(got)):
+                gap = logit_gap(engine.target, prompts[index] + wanted[:same])
+                place = {"batch": batch, "prompt": index, "position": same, "logit_gap": gap}
+                found["mismatches"].append({**place, "wanted": wanted[same : same + 1], "got": got[same : same + 1]})
+        run = {"batch": batch, "equal_tokens": equal / total, "acceptance_length": round(result.stats.acceptance_length, 4)}
+        found["runs"].append(run)
+    found["equal_tokens"] = min(run["equal_tokens"] for run in found["runs"])
+    return found
+
+
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """Return how many leading tokens two lists share."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@torch.inference_mode()
+def logit_gap(target: PreTrainedModel, tokens: list[int]) -> float:
+    """Return the difference between the target's two highest logits after `tokens`."""
+    logits = target(torch.tensor([tokens], device=target.device), logits_to_keep=1).logits[0, -1].float()
+    top = logits.topk(2).values
+    return float(top[0] - top[1])
+
+
+def tensor_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of distinct tensors (tied weights are counted once)."""
+    return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
+
+
+def memory(engine: Engine) -> dict[str, Any]:
+    """Return the bytes of weights and KV cache of target and draft as the engine holds them, and their ratio.
+
+    The embedding that the draft shares with the target counts as the target's.
+    """
+    drafter = engine.drafter
+    if not isinstance(drafter, EagleDrafter):
+        raise TypeError("memory is measured for an Eagle draft")
+    weights, kv = tensor_bytes(list(engine.target.parameters())), engine.store.bytes
+    return {
+        "target_weights_bytes": weights,
+        "target_kv_bytes": kv,
+        "draft_weights_bytes": drafter.weight_bytes,
+        "draft_kv_bytes": drafter.store.bytes,
+        "batch": engine.batch,
+        "max_length": engine.store.max_length,
+        "overhead": round((drafter.weight_bytes + drafter.store.bytes) / (weights + kv), 4),
+    }
+
+
+def recommend(rows: list[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
+    """Return, per batch size, the draft length with the highest median speed-up, or 0 where none is above 1.
+
+    `sure` says whether it won every single turn.
+    """
+    found = []
+    for batch in sorted({row["batch"] for row in rows}):
+        drafted = [r for r in rows if r["batch"] == batch and r["temperature"] == temperature and r["draft_tokens"]]
+        if not drafted:
+            continue
+        best = max(drafted, key=lambda row: row["speedup"]["median"])
+        gain = best["speedup"]
+        if gain["median"] > 1.0:
+            found.append(
+                {"batch": batch, "draft_tokens": best["draft_tokens"], "speedup": gain["median"], "sure": gain["min"] > 1.0}
+            )
+        else:
+            found.append(
+                {"batch": batch, "draft_tokens": 0, "speedup": 1.0, "sure": all(r["speedup"]["max"] < 1.0 for r in drafted)}
+            )
+    return found

@@ -1,0 +1,113 @@
+"""bench.json as a table for the terminal and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Bench = dict[str, Any]
+
+
+def _range(value: dict[str, Any] | None, digits: int, unit: str = "") -> str:
+    if value is None:
+        return ""
+    return f"{value['median']:.{digits}f}{unit} [{value['min']:.{digits}f}..{value['max']:.{digits}f}]"
+
+
+def _name(length: int) -> str:
+    return f"Eagle 3.1, K={length}" if length else "none"
+
+
+def render(bench: Bench, width: int = 118) -> str:
+    """Return the table and the lines under it as plain text."""
+    table = Table(title=_title(bench), title_justify="left", show_edge=False)
+    for head in ("batch", "T", "speculation"):
+        table.add_column(head, no_wrap=True)
+    for head in ("tokens/s", "speed-up", "TTFT ms", "ITL ms p50 / p95", "accepted"):
+        table.add_column(head, justify="right", no_wrap=True)
+    former = None
+    for row in bench["rows"]:
+        group = (row["batch"], row["temperature"])
+        if former not in (None, group):
+            table.add_section()
+        former = group
+        table.add_row(
+            str(row["batch"]),
+            f"{row['temperature']:g}",
+            _name(row["draft_tokens"]),
+            _range(row["tokens_per_second"], 1),
+            _range(row["speedup"], 2, "x"),
+            f"{row['ttft_ms']['median']:.0f}",
+            f"{row['itl_ms']['p50']:.1f} / {row['itl_ms']['p95']:.1f}",
+            "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}",
+        )
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(table)
+    file = console.file
+    assert isinstance(file, io.StringIO)  # noqa: S101 -- for the type checker
+    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    return "\n".join([*lines, "", *_notes(bench)]) + "\n"
+
+
+def _title(bench: Bench) -> str:
+    return (
+        f"median [min..max] of {bench['turns']} interleaved turns; {bench['dtype']}, {bench['threads']} threads, "
+        f"{bench['device']}; {bench['max_new_tokens']} new tokens"
+    )
+
+
+def _notes(bench: Bench) -> list[str]:
+    lines = []
+    for entry in bench["acceptance"]:
+        by_position = " ".join(f"{share:.2f}" for share in entry["acceptance_by_position"])
+        lines.append(
+            f"acceptance length T={entry['temperature']:g} K={entry['draft_tokens']}: {entry['acceptance_length']:.2f}, "
+            f"bonus token included; by position {by_position} ({bench['prompts']} held-out prompts)"
+        )
+    equal = bench["equality"]
+    batches = " and ".join(f"batch {run['batch']}" for run in equal["runs"])
+    lines.append(f"greedy equality, float32, {batches}: {100 * equal['equal_tokens']:.2f} % of {equal['tokens']} tokens")
+    for miss in equal["mismatches"][:3]:
+        lines.append(
+            f"  differs: batch {miss['batch']}, prompt {miss['prompt']}, token {miss['position']}, "
+            f"top-2 logit gap {miss['logit_gap']:.2e}"
+        )
+    cost, memory = bench["cost_ratio"], bench["memory"]
+    if cost["median"] is not None:
+        lines.append(
+            f"draft step / target step, batch {cost['batch']}: c = {cost['median']:.3f} [{cost['min']:.3f}..{cost['max']:.3f}]"
+        )
+    lines.append(
+        f"memory overhead: {100 * memory['overhead']:.1f} % of the target's weights and KV cache "
+        f"({memory['batch']} x {memory['max_length']} tokens)"
+    )
+    for entry in bench["recommended"]:
+        gain = f"{entry['speedup']:.2f}x" if entry["draft_tokens"] else "speculation does not pay"
+        sure = "" if entry["sure"] else "; not in every turn"
+        lines.append(f"recommended at batch {entry['batch']}: {_name(entry['draft_tokens'])} ({gain}{sure})")
+    return lines
+
+
+def to_csv(bench: Bench) -> str:
+    """Return the rows as CSV: spreads as three columns, `runs` left out."""
+    flat = [_flat(row) for row in bench["rows"]]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return out.getvalue()
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}_{key}": number for key, number in value.items() if key != "runs"}
+        elif value is not None:
+            flat[name] = value
+    return flat

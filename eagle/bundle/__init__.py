@@ -1,0 +1,1 @@
+"""The vLLM-ready draft bundle: export, static check, model card, validation in vLLM."""

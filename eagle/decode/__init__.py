@@ -1,0 +1,1 @@
+"""The reference decoding engine: KV caches, drafting, lossless verification, counters."""

@@ -1,0 +1,48 @@
+"""Random numbers of decoding: a pure function of seed, stream, request and position.
+
+A drawn token therefore does not depend on which other requests share the batch, on how many rounds were needed or
+on what was drafted before. SplitMix64 (Steele, Lea, Flood 2014) is used as the mixing function.
+
+Reusing a position's draft number in a later round is sound: a draft token that was thrown away unverified had no
+influence on what was accepted before it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+class Stream(IntEnum):
+    """What a number is used for; streams are independent."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    TOKEN = 3  # the residual or bonus token, and every token without speculation
+
+
+def _mix(value: np.ndarray) -> np.ndarray:
+    value = value + np.uint64(_GAMMA)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def uniforms(
+    seed: int, stream: Stream, requests: list[int], starts: list[int], width: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return uniforms in [0, 1) for positions `starts[i] .. starts[i] + width - 1` of request `requests[i]`.
+
+    float64 [n, width] with 52 random bits each.
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(_mix(np.array([[seed]], dtype=np.uint64)) ^ np.uint64(stream))
+        state = _mix(state ^ np.array(requests, dtype=np.uint64)[:, None])
+        positions = np.array(starts, dtype=np.uint64)[:, None] + np.arange(width, dtype=np.uint64)
+        bits = _mix(state ^ positions) >> np.uint64(12)
+    return torch.from_numpy(bits.astype(np.float64) * 2.0**-52).to(device)

@@ -1,0 +1,195 @@
+"""Alias moves and their history. Every move of `champion` happens under the registry's lock and is written down.
+
+MLflow keeps no history of aliases, so each move is one tag of the registered model, `eagle.move.000001` and on,
+holding JSON. What the gate said of a version is kept as tags of that version.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from eagle import manifest
+from eagle.config import GateConfig
+from eagle.errors import ConfigError, GateRejected, StepFailed
+from eagle.registry.client import Store, by_alias, set_alias
+from eagle.registry.gate import Candidate, Verdict, evaluate
+
+CHAMPION = "champion"
+CHALLENGER = "challenger"
+MOVE = "eagle.move."
+
+
+@dataclass(frozen=True)
+class Move:
+    """One move of the alias `champion`: from `previous` (None for the first) to `version`, when and why."""
+
+    version: str
+    previous: str | None
+    kind: Literal["gate", "manual", "forced", "rollback", "outside"]
+    why: str
+    at: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the gate said of one version."""
+
+    version: str
+    verdict: str
+    reasons: list[dict[str, Any]]
+    previous: str | None
+    at: str
+    run_id: str
+
+
+def now() -> str:
+    """Return the time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def recorded_candidate(version: ModelVersion) -> Candidate | None:
+    """Return the figures recorded with a version when it was registered, or None when it was not registered by this product."""
+    text = version.tags.get("eagle.candidate")
+    return None if text is None else Candidate.from_dict(json.loads(text))
+
+
+def decide(
+    store: Store, model: str, version: str, candidate: Candidate, gate: GateConfig, measured: tuple[str, Candidate] | None = None
+) -> Verdict:
+    """Judge `version` against the champion, record the verdict on it, and move `champion` to it when it passed.
+
+    measured: (champion's version, its figures on the candidate's prompts), when the recorded ones do not compare.
+    Raises StepFailed when another version became champion since it was measured, or the champion has no figures.
+    """
+    with store.lock():
+        champion = by_alias(store, model, CHAMPION)
+        figures = None if champion is None else _champion_figures(champion, measured)
+        verdict = evaluate(candidate, figures, gate)
+        previous = None if champion is None else str(champion.version)
+        record = {
+            "eagle.verdict": verdict.word,
+            "eagle.reasons": manifest.canonical([asdict(reason) for reason in verdict.reasons]),
+            "eagle.previous_champion": previous or "",
+            "eagle.decided_at": now(),
+        }
+        for key, value in record.items():
+            store.client.set_model_version_tag(model, version, key, value)
+        if verdict.passed:
+            _move(store, model, Move(version, previous, "gate", "; ".join(r.line() for r in verdict.reasons), now()))
+    return verdict
+
+
+def _champion_figures(champion: ModelVersion, measured: tuple[str, Candidate] | None) -> Candidate:
+    if measured is not None:
+        if measured[0] != str(champion.version):
+            raise StepFailed(f"registry: version {champion.version} became champion while {measured[0]} was measured; run again")
+        return measured[1]
+    recorded = recorded_candidate(champion)
+    if recorded is None:
+        raise StepFailed(
+            f"registry: {champion.name} version {champion.version} is champion but was not registered by this product, so there is "
+            "nothing to compare with; remove its alias or set register.model_name"
+        )
+    return recorded
+
+
+def promote(store: Store, model: str, version: str, *, why: str = "", force: bool = False) -> Move:
+    """Move `champion` to `version` by hand. A version that the gate rejected or never judged needs `force`, which is recorded.
+
+    Raises ConfigError when there is no such version, GateRejected when it did not pass and `force` is off.
+    """
+    with store.lock():
+        target = get_version(store, model, version)
+        verdict = target.tags.get("eagle.verdict", "none")
+        if verdict != "passed" and not force:
+            raise GateRejected(f"registry: {model} version {version} has the gate's verdict '{verdict}'; see its reasons, or force it")
+        champion = by_alias(store, model, CHAMPION)
+        previous = None if champion is None else str(champion.version)
+        return _move(store, model, Move(version, previous, "manual" if verdict == "passed" else "forced", why, now()))
+
+
+def rollback(store: Store, model: str, *, why: str = "") -> Move:
+    """Move `champion` back to the version before it; again and again goes further back. No files move.
+
+    Raises StepFailed when there is no earlier champion, or it was deleted.
+    """
+    with store.lock():
+        stack = champion_stack(_settled_moves(store, model))
+        if len(stack) < 2:
+            raise StepFailed(f"registry: {model} has no earlier champion to go back to")
+        get_version(store, model, stack[-2])
+        return _move(store, model, Move(stack[-2], stack[-1], "rollback", why, now()))
+
+
+def champion_stack(history: list[Move]) -> list[str]:
+    """Return the versions that `rollback` would go through, the present champion last."""
+    stack: list[str] = []
+    for move in history:
+        if move.kind == "rollback":
+            stack.pop()
+        else:
+            stack.append(move.version)
+    return stack
+
+
+def get_version(store: Store, model: str, version: str) -> ModelVersion:
+    """Return a model version; ConfigError when the model or the version does not exist."""
+    try:
+        return store.client.get_model_version(model, version)
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
+        raise ConfigError(f"registry: no version '{version}' of model '{model}'; `eagle registry history` lists them") from None
+
+
+def moves(store: Store, model: str) -> list[Move]:
+    """Return the moves of `champion`, oldest first; empty when the model does not exist."""
+    try:
+        tags = store.client.get_registered_model(model).tags
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return []
+        raise
+    return [Move(**json.loads(tags[key])) for key in sorted(tags) if key.startswith(MOVE)]
+
+
+def decisions(store: Store, model: str) -> list[Decision]:
+    """Return what the gate said of every version of `model`, oldest first."""
+    found = []
+    for version in store.client.search_model_versions(f"name = '{model}'", max_results=1000):
+        tags = version.tags
+        found.append(
+            Decision(
+                str(version.version), tags.get("eagle.verdict", "none"), json.loads(tags.get("eagle.reasons", "[]")),
+                tags.get("eagle.previous_champion") or None, tags.get("eagle.decided_at", ""), version.run_id or "",
+            )
+        )
+    return sorted(found, key=lambda decision: int(decision.version))
+
+
+def _settled_moves(store: Store, model: str) -> list[Move]:
+    """Return the moves after writing down one that was made elsewhere (MLflow's UI, or a crash just before the record)."""
+    history = moves(store, model)
+    champion = by_alias(store, model, CHAMPION)
+    last = history[-1].version if history else None
+    if champion is not None and str(champion.version) != last:
+        found = Move(str(champion.version), last, "outside", "found at the next move", now())
+        history.append(_record(store, model, history, found))
+    return history
+
+
+def _record(store: Store, model: str, history: list[Move], move: Move) -> Move:
+    store.client.set_registered_model_tag(model, f"{MOVE}{len(history) + 1:06d}", manifest.canonical(asdict(move)))
+    return move
+
+
+def _move(store: Store, model: str, move: Move) -> Move:
+    history = _settled_moves(store, model)
+    set_alias(store, model, CHAMPION, move.version)
+    return _record(store, model, history, move)

@@ -1,0 +1,233 @@
+"""The register step: figures and bundle into MLflow, alias `challenger`, the gate, alias `champion` when it passed.
+
+A rejected challenger stays registered with its reasons, and the step still completes: being rejected is a result.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlflow.entities import RunTag
+
+from eagle import manifest
+from eagle.config import Config
+from eagle.errors import StepFailed
+from eagle.progress import say
+from eagle.registry import promote
+from eagle.registry.client import (
+    Store,
+    close_stale_runs,
+    create_version,
+    log_curves,
+    log_dataset,
+    log_metrics,
+    log_params,
+    open_store,
+    place,
+    set_alias,
+    tracked_run,
+    upload_bundle,
+)
+from eagle.registry.gate import Candidate, Verdict
+from eagle.steps import StepContext, get_step, key_parts
+from eagle.target.resolve import DEMO_NAME, target_fingerprint
+
+REGISTRATION = "registration.json"
+CURVES = "curves.json"
+EVIDENCE = {
+    "distill": (CURVES,),
+    "policy": (CURVES,),
+    "bench": ("bench.json", "table.txt", "*.png"),
+    "bundle": ("validation.json",),
+}
+
+
+def run(context: StepContext) -> dict[str, Any]:
+    """Register the bundle and judge it. Writes registration.json `{model, version, alias, run_id, uri, verdict, ...}`.
+
+    Returns `{version, passed, acceptance_length, failed_checks}`. Raises PreflightError when the store cannot be used,
+    StepFailed when the bundle or its upload is not what the manifest says, BusyError when the registry is locked.
+    """
+    config = context.config
+    bundle = context.inputs["bundle"] / "bundle"
+    expected = _bundle_hashes(context.inputs["bundle"])
+    validation = _read(context.inputs["bundle"] / "validation.json")
+    candidate = read_candidate(context.inputs, validation)
+    store, model = open_store(config, context.root), model_name(config)
+    key = manifest.hash_json(key_parts(get_step("register"), config, context.root, context.out.parent))
+    at = place(context.out.parent.resolve())
+    for stale in close_stale_runs(store, key, at):
+        say(f"register: closed run {stale}, which an earlier attempt had left open")
+    tags = _tags(context, key, at)
+    with tracked_run(store, f"{model} {key[:8]}", tags) as run_id:
+        _log_figures(store, run_id, context)
+        source = upload_bundle(store, run_id, bundle, expected, context.work / "verify")
+        version = create_version(
+            store, model, source, run_id,
+            {
+                "eagle.verdict": "pending",
+                "eagle.candidate": manifest.canonical(candidate.to_dict()),
+                "eagle.bundle": manifest.hash_json(sorted(expected.items())),
+                **{name: tags[name] for name in ("eagle.target", "eagle.dataset", "eagle.git") if name in tags},
+            },
+        )
+        set_alias(store, model, promote.CHALLENGER, version)
+        verdict = promote.decide(store, model, version, candidate, config.register_.gate)
+        store.client.log_batch(
+            run_id, tags=[RunTag("eagle.verdict", verdict.word), RunTag("eagle.model", model), RunTag("eagle.version", version)]
+        )
+    _report(context, store, model, version, run_id, verdict, validation)
+    return {
+        "version": int(version),
+        "passed": verdict.passed,
+        "acceptance_length": candidate.acceptance_length,
+        "failed_checks": [reason.name for reason in verdict.failures()],
+    }
+
+
+def model_name(config: Config) -> str:
+    """Return the registered model's name: `register.model_name`, else `eagle31-` and the target's own name."""
+    if config.register_.model_name:
+        return config.register_.model_name
+    target = DEMO_NAME if config.target.model == "demo" else Path(config.target.model).name
+    return "eagle31-" + (re.sub(r"[^A-Za-z0-9._-]+", "-", target).strip("-") or "target")
+
+
+def read_candidate(inputs: dict[str, Path], validation: dict[str, Any]) -> Candidate:
+    """Gather the gate's figures from the bundle step's validation.json and the bench step's metrics.json."""
+    bench = _read(inputs["bench"] / manifest.METRICS)
+    validated = bool(_field(validation, "validated", "validation.json"))
+    equal = float(_field(bench, "equal_tokens", "bench/metrics.json"))
+    return Candidate(
+        acceptance_length=float(_field(validation, "acceptance_length", "validation.json")) if validated else None,
+        equal_tokens=min(equal, float(_field(validation, "equal_tokens", "validation.json"))) if validated else equal,
+        memory_overhead=float(_field(bench, "memory_overhead", "bench/metrics.json")),
+        validated=validated,
+        measured_on=_measured_on(inputs),
+    )
+
+
+def _measured_on(inputs: dict[str, Path]) -> str:
+    """Return the digest of the held-out rows and the bundle step's decoding settings behind the acceptance length."""
+    heldout = [[f["path"], f["sha256"]] for f in _manifest(inputs["dataset"])["files"] if f["path"].startswith("heldout-")]
+    parts = _manifest(inputs["bundle"])["parts"]
+    settings = {name: parts["config"]["bundle"][name] for name in ("draft_tokens", "prompts", "max_new_tokens")}
+    return manifest.hash_json([heldout, settings, parts["extra"]["target"]])
+
+
+def _bundle_hashes(folder: Path) -> dict[str, str]:
+    """Return {path below bundle/: sha256} from the bundle step's manifest; StepFailed when the files are not those."""
+    found = _manifest(folder)
+    altered = manifest.altered_file(folder, found)
+    if altered:
+        raise StepFailed(f"register: {folder / altered} is not the file that the bundle step wrote; run: eagle step bundle --force")
+    prefix = "bundle/"
+    hashes = {f["path"].removeprefix(prefix): f["sha256"] for f in found["files"] if f["path"].startswith(prefix)}
+    if not hashes:
+        raise StepFailed(f"register: {folder} holds no bundle/ folder; run: eagle step bundle --force")
+    return hashes
+
+
+def _log_figures(store: Store, run_id: str, context: StepContext) -> None:
+    log_params(store, run_id, context.config.model_dump(mode="json", by_alias=True))
+    log_dataset(store, run_id, context.inputs["dataset"], _manifest(context.inputs["dataset"])["content_hash"])
+    for name, folder in context.inputs.items():
+        log_metrics(store, run_id, _read(folder / manifest.METRICS), f"{name}.")
+        if (folder / CURVES).is_file():
+            for prefix, rows in curves(_read(folder / CURVES), name):
+                log_curves(store, run_id, rows, prefix)
+    for name, patterns in EVIDENCE.items():
+        for path in sorted(p for pattern in patterns for p in context.inputs[name].glob(pattern)):
+            store.client.log_artifact(run_id, str(path), f"evidence/{name}")
+
+
+def curves(value: Any, prefix: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield (metric prefix, rows) for every list of rows in a curves.json, whether it is a list or lists by name.
+
+    Columns (`{"step": [...], "loss": [...]}`) are turned into rows.
+    """
+    if isinstance(value, list):
+        if value and all(isinstance(row, dict) for row in value):
+            yield prefix, value
+    elif isinstance(value, dict):
+        steps = value.get("step")
+        if isinstance(steps, list):
+            columns = {name: column for name, column in value.items() if isinstance(column, list) and len(column) == len(steps)}
+            yield prefix, [{name: column[i] for name, column in columns.items()} for i in range(len(steps))]
+            return
+        for name, part in value.items():
+            yield from curves(part, f"{prefix}.{name}")
+
+
+def _tags(context: StepContext, key: str, at: str) -> dict[str, str]:
+    git = manifest.git_state(context.root)
+    tags = {
+        "eagle.key": key,
+        "eagle.place": at,
+        "eagle.target": target_fingerprint(context.config.target, context.root, context.cache),
+        "eagle.dataset": _manifest(context.inputs["dataset"])["content_hash"],
+        "eagle.versions": manifest.canonical(manifest.versions()),
+    }
+    if git["sha"]:
+        tags |= {"eagle.git": git["sha"], "eagle.git_dirty": str(git["dirty"]).lower(), "mlflow.source.git.commit": git["sha"]}
+    return tags
+
+
+def _report(
+    context: StepContext, store: Store, model: str, version: str, run_id: str, verdict: Verdict, validation: dict[str, Any]
+) -> None:
+    alias = promote.CHAMPION if verdict.passed else promote.CHALLENGER
+    manifest.write_json(
+        context.out / REGISTRATION,
+        {
+            "model": model,
+            "version": version,
+            "alias": alias,
+            "run_id": run_id,
+            "uri": f"models:/{model}@{alias}",
+            "tracking_uri": store.uri,
+            "verdict": verdict.word,
+            "reasons": [asdict(reason) for reason in verdict.reasons],
+            "lines": [reason.line() for reason in verdict.reasons],
+            "serve": serve_command(context.inputs["bundle"]),
+            "validation": validation,
+        },
+    )
+    say(f"register: {model} version {version}: the gate says {verdict.word}, alias {alias}")
+    for reason in verdict.reasons:
+        say(f"  {reason.line()}")
+
+
+def serve_command(folder: Path) -> str:
+    """Return the `vllm serve` command that the bundle step wrote to bundle/serve.sh, on one line."""
+    path = folder / "bundle" / "serve.sh"
+    lines = path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines() if path.is_file() else []
+    commands = [" ".join(line.split()) for line in lines if line.strip() and not line.lstrip().startswith(("#", "set "))]
+    if not commands:
+        raise StepFailed(f"register: {path} holds no command; run: eagle step bundle --force")
+    return commands[-1]
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    found = manifest.read_manifest(folder)
+    if found is None:
+        raise StepFailed(f"register: no readable manifest in {folder}; run: eagle step {folder.name} --dir {folder.parent}")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return manifest.read_json(path)
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise StepFailed(f"register: cannot read {path}: {error}; run: eagle step {path.parent.name} --force") from None
+
+
+def _field(values: dict[str, Any], key: str, where: str) -> Any:
+    if values.get(key) is None:
+        raise StepFailed(f"register: {where} has no '{key}'; run the step that writes it again")
+    return values[key]

@@ -1,0 +1,1 @@
+"""Serving with vLLM: the exact command."""

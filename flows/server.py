@@ -1,0 +1,84 @@
+"""Prefect's API for the time of one command, when no server is set up: `prefect server start` on a free loopback port.
+
+Prefect would start one itself, but in our process group, where Ctrl-C ends it before the run's state is stored, and
+a `kill -9` of the command would leave it behind. Ours is in its own session and under the guard. No Prefect import here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eagle.errors import PreflightError
+from flows.process import GUARD
+
+START_SECONDS = 90.0
+GRACE_SECONDS = 5.0
+ATTEMPTS = 3
+QUIET = ("--no-ui", "--no-scheduler", "--no-late-runs", "--analytics-off", "--log-level", "ERROR")
+
+
+@contextmanager
+def temporary_api(log: Path) -> Iterator[Callable[[], None]]:
+    """Start the API and set PREFECT_API_URL for this process, unless the user set it: then that one is used.
+
+    Yields a function that waits until the API answers, so that its start overlaps with importing Prefect.
+    log: where the server's own output goes. The function raises PreflightError when the server does not come up.
+    """
+    if os.environ.get("PREFECT_API_URL"):
+        yield lambda: None
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    servers: list[subprocess.Popen[bytes]] = []
+    port = _free_port()
+    servers.append(_start(port, log))
+    os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+
+    def wait() -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not _answers(port):
+            if servers[-1].poll() is not None and len(servers) < ATTEMPTS and time.monotonic() < deadline:
+                servers.append(_start(port, log))  # two first uses may have migrated one database at once
+            elif servers[-1].poll() is not None or time.monotonic() > deadline:
+                raise PreflightError(f"Prefect's temporary server did not start within {START_SECONDS:.0f} s; its output: {log}")
+            time.sleep(0.05)
+
+    try:
+        yield wait
+    finally:
+        del os.environ["PREFECT_API_URL"]
+        for server in servers:
+            if server.stdin is not None:
+                server.stdin.close()  # the guard's signal to end the server
+            server.wait()
+
+
+def _start(port: int, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), *QUIET]
+    with log.open("wb") as output:
+        return subprocess.Popen(  # noqa: S603
+            [sys.executable, str(GUARD), str(GRACE_SECONDS), *command],
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=5) as response:  # noqa: S310
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

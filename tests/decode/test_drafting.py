@@ -1,0 +1,78 @@
+"""The fused drafter computes DraftModel.step, and keeps its cache as vLLM does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eagle.decode.cache import CachedAttention, KeyValueStore
+from eagle.decode.drafting import EagleDrafter, Sampling
+from tests.decode.models import draft, target
+
+VARIANTS = [
+    {},
+    {"norm_output": False},
+    {"norm_before_residual": True},
+    {"fc_norm": False},
+    {"num_kv_heads": 4},
+    {"num_layers": 1},
+    {"vocab": 64},
+    {"hidden_size": 48},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_equals_the_model(variant: dict) -> None:
+    model = target()
+    net = draft(model, **variant)
+    spec = net.spec
+    drafter = EagleDrafter(net, model.get_input_embeddings().weight, batch=3, max_length=40)
+    store = KeyValueStore(spec.num_layers, 3, 40, spec.num_kv_heads, spec.head_dim, torch.float32, "cpu")
+    attention = CachedAttention(store, spec.num_heads // spec.num_kv_heads, torch.float32)
+    with torch.no_grad():
+        for starts, width in (([0, 0, 0], 6), ([6, 4, 5], 1), ([7, 5, 6], 1), ([6, 5, 3], 4)):
+            tokens, aux = torch.randint(0, 64, (3, width)), torch.randn(3, width, 3 * 32)
+            hidden = net.fuse(aux)
+            assert torch.allclose(drafter.fuse(aux), hidden, atol=1e-5)
+            wanted = net.step(tokens, hidden, store.plan(starts, width), attention)
+            for found, value in zip(drafter.forward(tokens, hidden, starts), wanted, strict=True):
+                assert torch.allclose(found, value, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_propose_is_the_plain_loop(temperature: float) -> None:
+    """Drafts of a ragged batch are those of each row alone, computed from scratch without a cache."""
+    model = target()
+    net = draft(model)
+    drafter = EagleDrafter(net, model.get_input_embeddings().weight, batch=4, max_length=40)
+    counts, length = [5, 9, 1], 4
+    tokens, aux = torch.randint(0, 64, (3, 9)), torch.randn(3, 9, 3 * 32)
+    sampling = Sampling(temperature, torch.rand(3, length, dtype=torch.float64)) if temperature else None
+    with torch.no_grad():
+        found = drafter.propose(tokens, aux, [0, 0, 0], counts, length, sampling)
+        for row, count in enumerate(counts):
+            text, states = tokens[row : row + 1, :count], net.fuse(aux[row : row + 1, :count])
+            for step in range(length):
+                store = KeyValueStore(2, 1, 40, 2, 16, torch.float32, "cpu")
+                normed, feedback = net.step(text, states, store.plan([0], text.shape[1]), CachedAttention(store, 2, torch.float32))
+                logits = net.logits(normed[:, -1])
+                if sampling is None:
+                    index = logits.argmax(-1)
+                else:
+                    q = torch.softmax(logits / temperature, -1)
+                    assert torch.allclose(found.probabilities[row, step], q[0], atol=1e-5)
+                    index = (found.ids == found.tokens[row, step]).nonzero()[:, 0]
+                    assert found.chosen[row, step] == pytest.approx(float(q[0, index]), abs=1e-5)
+                assert found.tokens[row, step] == net.to_target(index)[0]
+                text = torch.cat([text, net.to_target(index)[None]], 1)
+                states = torch.cat([states, feedback[:, -1:]], 1)
+
+
+def test_zero_drafts_and_bytes() -> None:
+    model = target()
+    net = draft(model)
+    drafter = EagleDrafter(net, model.get_input_embeddings().weight, batch=1, max_length=10)
+    with torch.no_grad():
+        assert drafter.propose(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, 96), [0], [2], 0, None).tokens.shape == (1, 0)
+    assert drafter.weight_bytes == 4 * net.num_parameters()
+    assert drafter.store.bytes == 2 * 2 * 10 * 2 * 16 * 4
