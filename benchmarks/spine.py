@@ -186,7 +186,7 @@ def no_op_repro() -> Measured:
         shutil.copytree(RUN / stage, place / "data" / stage)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run([*dvc, "commit", "-f", "-q"], cwd=place, env=environment, check=True)
-    runs = []
+    runs: list[dict[str, Any]] = []
     for _ in range(5):
         began = time.monotonic()
         done = subprocess.run([*dvc, "repro"], cwd=place, env=environment, capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from eagle.errors import EagleError
 from eagle.progress import say
 from flows import env, launch, summary
 from flows.process import StepExit
-from flows.server import temporary_api
+from flows.server import start_temporary_api
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,11 +27,11 @@ def main(arguments: list[str] | None = None) -> int:
             stale = launch.preflight(wanted)
             say(f"run '{wanted.run_id}' in {wanted.base}: {', '.join(stale) if stale else 'everything is up to date'}")
             env.quiet_console()
-            with temporary_api(wanted.root / wanted.config.paths.state / "prefect" / "server.log") as api_is_up:
-                from flows.retrain import retrain
+            wait_for_api = start_temporary_api(wanted.root / wanted.config.paths.state / "prefect" / "server.log")
+            from flows.retrain import retrain
 
-                api_is_up()
-                value = retrain(wanted.profile, list(wanted.overrides), wanted.run_id, wanted.force)
+            wait_for_api()
+            value = retrain(wanted.profile, list(wanted.overrides), wanted.run_id, wanted.force)
     except StepExit as error:  # its own message stands above already
         say(f"step {error.step} failed; the same command continues there")
         return error.exit_code

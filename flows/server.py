@@ -6,6 +6,7 @@ a `kill -9` of the command would leave it behind. Ours is in its own session and
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import subprocess
@@ -13,8 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from eagle.errors import PreflightError
@@ -26,20 +26,20 @@ ATTEMPTS = 3
 QUIET = ("--no-ui", "--no-scheduler", "--no-late-runs", "--analytics-off", "--log-level", "ERROR")
 
 
-@contextmanager
-def temporary_api(log: Path) -> Iterator[Callable[[], None]]:
+def start_temporary_api(log: Path) -> Callable[[], None]:
     """Start the API and set PREFECT_API_URL for this process, unless the user set it: then that one is used.
 
-    Yields a function that waits until the API answers, so that its start overlaps with importing Prefect.
-    log: where the server's own output goes. The function raises PreflightError when the server does not come up.
+    Returns a function that waits until the API answers, so that its start overlaps with importing Prefect; it raises
+    PreflightError when the server does not come up. log: where the server's own output goes.
+    Call it before Prefect is imported: the server is ended at this process' exit, and exit handlers run last in, first
+    out, so that Prefect's can still deliver the run's last states and lines.
     """
     if os.environ.get("PREFECT_API_URL"):
-        yield lambda: None
-        return
+        return lambda: None
     log.parent.mkdir(parents=True, exist_ok=True)
-    servers: list[subprocess.Popen[bytes]] = []
     port = _free_port()
-    servers.append(_start(port, log))
+    servers = [_start(port, log)]
+    atexit.register(_stop, servers)
     os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
 
     def wait() -> None:
@@ -51,14 +51,14 @@ def temporary_api(log: Path) -> Iterator[Callable[[], None]]:
                 raise PreflightError(f"Prefect's temporary server did not start within {START_SECONDS:.0f} s; its output: {log}")
             time.sleep(0.05)
 
-    try:
-        yield wait
-    finally:
-        del os.environ["PREFECT_API_URL"]
-        for server in servers:
-            if server.stdin is not None:
-                server.stdin.close()  # the guard's signal to end the server
-            server.wait()
+    return wait
+
+
+def _stop(servers: list[subprocess.Popen[bytes]]) -> None:
+    for server in servers:
+        if server.stdin is not None:
+            server.stdin.close()  # the guard's signal to end the server
+        server.wait()
 
 
 def _start(port: int, log: Path) -> subprocess.Popen[bytes]:

@@ -91,9 +91,10 @@ def race(
     Stop tokens are ignored, so that every arm makes the same number of tokens. `done` is called after each run.
     """
     found = [Timed(arm, []) for arm in arms]
+    short = min(8, max_new_tokens)
     for arm in arms:  # first calls allocate and, for a compiled draft, compile
         engine.generate(
-            work.window(0, arm.batch), max_new_tokens=8, draft_tokens=arm.draft_tokens, batch=arm.batch, ignore_eos=True
+            work.window(0, arm.batch), max_new_tokens=short, draft_tokens=arm.draft_tokens, batch=arm.batch, ignore_eos=True
         )
     for turn in range(rounds):
         prompts = work.window(turn, size)

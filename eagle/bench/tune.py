@@ -283,6 +283,7 @@ def run(context: StepContext) -> dict[str, Any]:
         say(f"tune: other processes use {busy:.0f} % of the cores: the timings are not reliable")
     bench = Bench(config, target, context.inputs["policy"] / "draft", device, candidates)
     usable, skipped = warm_up(bench, candidates, tune.batch_sizes, deadline)
+    deadline = max(deadline, time.monotonic() + 30.0 * tune.max_minutes)  # compiling may have taken all: half is for timing
     with Track("tune", tune.repeats, "passes") as track:
         samples, measured = race(
             usable, tune.batch_sizes, bench.round, repeats=tune.repeats, deadline=deadline, advance=track.advance

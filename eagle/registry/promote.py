@@ -108,7 +108,7 @@ def promote(store: Store, model: str, version: str, *, why: str = "", force: boo
         target = get_version(store, model, version)
         verdict = target.tags.get("eagle.verdict", "none")
         if verdict != "passed" and not force:
-            raise GateRejected(f"registry: {model} version {version} has the gate's verdict '{verdict}'; see its reasons, or force it")
+            raise GateRejected(f"registry: {model} version {version} has the verdict '{verdict}'; see its reasons, or force it")
         champion = by_alias(store, model, CHAMPION)
         previous = None if champion is None else str(champion.version)
         return _move(store, model, Move(version, previous, "manual" if verdict == "passed" else "forced", why, now()))

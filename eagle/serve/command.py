@@ -47,7 +47,7 @@ def serve_command(
     environment = ["env", "HF_HUB_OFFLINE=1", "VLLM_NO_USAGE_STATS=1"] if Path(target).is_absolute() else []
     if cpu:
         environment = [*(environment or ["env"]), f"VLLM_CPU_KVCACHE_SPACE={config.vllm.kv_cache_gib}"]
-    start = ["vllm", "serve", str(target)] if interpreter is None else [str(interpreter), "-P", "-m", MODULE, "--model", str(target)]
+    start = ["vllm", "serve"] if interpreter is None else [str(interpreter), "-P", "-m", MODULE, "--model"]
     options = ["--host", HOST, "--port", str(PORT), "--dtype", config.target.dtype, "--max-num-seqs", str(config.vllm.max_num_seqs)]
     if config.target.trust_remote_code:
         options.append("--trust-remote-code")
@@ -59,7 +59,7 @@ def serve_command(
         options += ["--tensor-parallel-size", str(config.vllm.tensor_parallel_size)]
     if draft_tokens:
         options += ["--speculative-config", json.dumps(speculative_config(bundle, draft_tokens))]
-    return [*environment, *start, *options]
+    return [*environment, *start, str(target), *options]
 
 
 def speculative_config(bundle: Path | str, draft_tokens: int) -> dict[str, object]:
@@ -72,7 +72,9 @@ def serve_line(command: list[str]) -> str:
     return shlex.join(command)
 
 
-def serve_script(target: Path | str, interpreter: Path | None, config: Config, draft_tokens: int, *, cpu: bool | None = None) -> str:
+def serve_script(
+    target: Path | str, interpreter: Path | None, config: Config, draft_tokens: int, *, cpu: bool | None = None
+) -> str:
     """Return the text of serve.sh, which finds the bundle by its own location, so that the folder can be moved.
 
     The target and the interpreter of this machine are its defaults; the first argument or the environment replaces them.

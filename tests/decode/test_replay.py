@@ -27,7 +27,7 @@ class RoundedDrafter(EagleDrafter):
         return super().fuse(aux.bfloat16().float())
 
 
-def overfit(net: DraftModel, store: FeatureStore, rows: list[int], steps: int = 40) -> None:
+def overfit(net: DraftModel, store: FeatureStore, rows: list[int], steps: int = 30) -> None:
     """Make a draft that is right about half of the time on these rows."""
     batch = collate(store, rows)
     table = net.target_to_draft()
@@ -46,7 +46,7 @@ def overfit(net: DraftModel, store: FeatureStore, rows: list[int], steps: int = 
 
 
 def test_engine_equals_replay(tmp_path: Path) -> None:
-    toy = make_toy(tmp_path, heldout=8, tokens=32)
+    toy = make_toy(tmp_path, train=1, heldout=8, tokens=24)
     target = load_target(toy.target, "float32")
     net = make_draft(toy.target)
     rows = [i for i in toy.store.select("heldout") if toy.store.rows[i].length - toy.store.rows[i].prompt_length > 1]

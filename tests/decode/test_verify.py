@@ -138,9 +138,9 @@ def test_equal_distributions_accept_everything_and_never_fail() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.3, 1.0]), min_size=1, max_size=6).filter(any), st.floats(0, 1 - 2**-52))
-def test_draw_returns_positive_weight(weights: list[float], uniform: float) -> None:
-    found = draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([uniform], dtype=torch.float64))
+@given(st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.3, 1.0]), min_size=1, max_size=6).filter(any), st.integers(0, 2**52 - 1))
+def test_draw_returns_positive_weight(weights: list[float], bits: int) -> None:
+    found = draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([bits / 2**52], dtype=torch.float64))
     assert weights[int(found)] > 0
 
 
