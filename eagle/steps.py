@@ -61,7 +61,6 @@ class Step:
     inputs: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
     reads_prompts: bool = False
-    help: str = ""
 
     def load(self) -> StepFunction:
         """Import and return the step's function (only now: a step that is up to date never imports torch)."""
@@ -70,74 +69,34 @@ class Step:
         return function
 
 
+_MODEL = ("eagle/draft", "eagle/target", "kernels")
+_TRAIN = (
+    *_MODEL,
+    *(f"eagle/train/{name}.py" for name in ("batches", "checkpoint", "features", "objectives", "schedule", "validate")),
+)
+_POLICY_READS = ("distill.top_k", "distill.autocast", "distill.betas", "distill.min_learning_rate_ratio")
+
+# fmt: off
 STEPS: dict[str, Step] = {
     step.name: step
     for step in (
-        Step(
-            "dataset",
-            "eagle.dataset.step:run",
-            ("target", "dataset", "vllm.max_num_seqs"),
-            (),
-            ("eagle/dataset", "eagle/target"),
-            True,
-            "prompts in, conversations answered by the target out",
-        ),
-        Step(
-            "distill",
-            "eagle.train.distill:run",
-            ("target", "draft", "distill"),
-            ("dataset",),
-            ("eagle/draft", "eagle/train", "eagle/target", "kernels"),
-            False,
-            "stage 1: distil the draft",
-        ),
-        Step(
-            "policy",
-            "eagle.train.policy:run",
-            ("target", "policy"),
-            ("dataset", "distill"),
-            ("eagle/draft", "eagle/train", "eagle/target", "kernels"),
-            False,
-            "stage 2: policy gradient toward acceptance",
-        ),
-        Step(
-            "tune",
-            "eagle.bench.tune:run",
-            ("target", "tune"),
-            ("policy",),
-            ("eagle/bench/tune.py", "kernels"),
-            False,
-            "choose threads, dtype and draft-step form; compile the kernels",
-        ),
-        Step(
-            "bench",
-            "eagle.bench.step:run",
-            ("target", "bench"),
-            ("dataset", "policy", "tune"),
-            ("eagle/bench", "eagle/decode", "eagle/draft", "eagle/target", "kernels"),
-            False,
-            "measure against no speculation",
-        ),
-        Step(
-            "bundle",
-            "eagle.bundle.step:run",
-            ("target", "vllm", "bundle"),
-            ("dataset", "policy", "bench"),
-            ("eagle/bundle", "eagle/decode", "eagle/draft", "eagle/target"),
-            False,
-            "pack for vLLM and validate in vLLM",
-        ),
-        Step(
-            "register",
-            "eagle.registry.step:run",
-            ("target", "register"),
-            ("dataset", "distill", "policy", "bench", "bundle"),
-            ("eagle/registry",),
-            False,
-            "MLflow model version, gate, alias",
-        ),
+        Step("dataset", "eagle.dataset.step:run", ("target", "dataset", "vllm.max_num_seqs"), (),
+             ("eagle/dataset", "eagle/target"), reads_prompts=True),
+        Step("distill", "eagle.train.distill:run", ("target", "draft", "distill"), ("dataset",),
+             (*_TRAIN, "eagle/train/distill.py")),
+        Step("policy", "eagle.train.policy:run", ("target", "policy", *_POLICY_READS), ("dataset", "distill"),
+             (*_TRAIN, "eagle/train/rollout.py", "eagle/train/policy.py")),
+        Step("tune", "eagle.bench.tune:run", ("target", "tune"), ("policy",),
+             ("eagle/bench/tune.py", "kernels")),
+        Step("bench", "eagle.bench.step:run", ("target", "bench"), ("dataset", "policy", "tune"),
+             ("eagle/bench", "eagle/decode", *_MODEL)),
+        Step("bundle", "eagle.bundle.step:run", ("target", "vllm", "bundle"), ("dataset", "policy", "bench"),
+             ("eagle/bundle", "eagle/decode", "eagle/serve", *_MODEL)),
+        Step("register", "eagle.registry.step:run", ("target", "register"), ("dataset", "distill", "policy", "bench", "bundle"),
+             ("eagle/registry",)),
     )
 }
+# fmt: on
 
 
 @dataclass(frozen=True)

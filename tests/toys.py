@@ -28,7 +28,7 @@ def tiny_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(specials)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=tokenizer, bos_token=specials[1], eos_token=specials[2], pad_token=specials[0]
     )
     fast.chat_template = TEMPLATE
     return fast

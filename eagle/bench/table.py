@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 Bench = dict[str, Any]
 
@@ -24,7 +25,7 @@ def _name(length: int) -> str:
 
 def render(bench: Bench, width: int = 118) -> str:
     """Return the table and the lines under it as plain text."""
-    table = Table(title=_title(bench), title_justify="left", show_edge=False)
+    table = Table(title=Text(_title(bench)), title_justify="left", show_edge=False)
     for head in ("batch", "T", "speculation"):
         table.add_column(head, no_wrap=True)
     for head in ("tokens/s", "speed-up", "TTFT ms", "ITL ms p50 / p95", "accepted"):
@@ -45,7 +46,7 @@ def render(bench: Bench, width: int = 118) -> str:
             f"{row['itl_ms']['p50']:.1f} / {row['itl_ms']['p95']:.1f}",
             "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}",
         )
-    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False)
     console.print(table)
     file = console.file
     assert isinstance(file, io.StringIO)  # noqa: S101 -- for the type checker

@@ -255,6 +255,19 @@ def upload_bundle(store: Store, run_id: str, folder: Path, expected: dict[str, s
     return f"{store.client.get_run(run_id).info.artifact_uri}/{BUNDLE}"
 
 
+def fetch_version(store: Store, version: ModelVersion, into: Path) -> Path:
+    """Download the files of a model version into the folder `into` (made) and return where they lie.
+
+    By the version's own address: a `models:/` one is looked up in MLflow's global registry, whatever the arguments say.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    uri = store.client.get_model_version_download_uri(version.name, str(version.version))
+    try:
+        return Path(download_artifacts(artifact_uri=uri, dst_path=str(into), tracking_uri=store.uri))
+    except (MlflowException, OSError) as error:
+        raise StepFailed(f"registry: cannot fetch {version.name} version {version.version}: {uri}: {_first_line(error)}") from error
+
+
 def create_version(store: Store, model: str, source: str, run_id: str, tags: dict[str, str]) -> str:
     """Register `source` as the next version of `model` (made on first use) and return the version's number as text."""
     try:

@@ -53,25 +53,40 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def recorded_candidate(version: ModelVersion) -> Candidate | None:
-    """Return the figures recorded with a version when it was registered, or None when it was not registered by this product."""
+class ChampionMoved(StepFailed):
+    """Another process moved the alias `champion` while a candidate was being compared with its former holder."""
+
+
+@dataclass(frozen=True)
+class Champion:
+    """The champion that a candidate is compared with; `figures` None when its bundle does not fit the present target."""
+
+    version: str
+    figures: Candidate | None
+
+
+def recorded_candidate(version: ModelVersion) -> Candidate:
+    """Return the figures recorded with a version when it was registered; StepFailed when it was not registered by this product."""
     text = version.tags.get("eagle.candidate")
-    return None if text is None else Candidate.from_dict(json.loads(text))
+    if text is None:
+        raise StepFailed(
+            f"registry: {version.name} version {version.version} is champion but was not registered by this product, so there is "
+            "nothing to compare with; remove its alias or set register.model_name"
+        )
+    return Candidate.from_dict(json.loads(text))
 
 
-def decide(
-    store: Store, model: str, version: str, candidate: Candidate, gate: GateConfig, measured: tuple[str, Candidate] | None = None
-) -> Verdict:
+def decide(store: Store, model: str, version: str, candidate: Candidate, gate: GateConfig, against: Champion | None) -> Verdict:
     """Judge `version` against the champion, record the verdict on it, and move `champion` to it when it passed.
 
-    measured: (champion's version, its figures on the candidate's prompts), when the recorded ones do not compare.
-    Raises StepFailed when another version became champion since it was measured, or the champion has no figures.
+    Raises ChampionMoved when the champion is not (or no longer) `against`, BusyError when the registry stays locked.
     """
     with store.lock():
         champion = by_alias(store, model, CHAMPION)
-        figures = None if champion is None else _champion_figures(champion, measured)
-        verdict = evaluate(candidate, figures, gate)
         previous = None if champion is None else str(champion.version)
+        if previous != (against.version if against else None):
+            raise ChampionMoved(f"registry: version {previous} of {model} became champion meanwhile; run: eagle step register")
+        verdict = evaluate(candidate, against.figures if against else None, gate)
         record = {
             "eagle.verdict": verdict.word,
             "eagle.reasons": manifest.canonical([asdict(reason) for reason in verdict.reasons]),
@@ -83,20 +98,6 @@ def decide(
         if verdict.passed:
             _move(store, model, Move(version, previous, "gate", "; ".join(r.line() for r in verdict.reasons), now()))
     return verdict
-
-
-def _champion_figures(champion: ModelVersion, measured: tuple[str, Candidate] | None) -> Candidate:
-    if measured is not None:
-        if measured[0] != str(champion.version):
-            raise StepFailed(f"registry: version {champion.version} became champion while {measured[0]} was measured; run again")
-        return measured[1]
-    recorded = recorded_candidate(champion)
-    if recorded is None:
-        raise StepFailed(
-            f"registry: {champion.name} version {champion.version} is champion but was not registered by this product, so there is "
-            "nothing to compare with; remove its alias or set register.model_name"
-        )
-    return recorded
 
 
 def promote(store: Store, model: str, version: str, *, why: str = "", force: bool = False) -> Move:

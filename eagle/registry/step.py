@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 from mlflow.entities import RunTag
 
@@ -21,6 +23,7 @@ from eagle.progress import say
 from eagle.registry import promote
 from eagle.registry.client import (
     Store,
+    by_alias,
     close_stale_runs,
     create_version,
     log_curves,
@@ -34,11 +37,14 @@ from eagle.registry.client import (
     upload_bundle,
 )
 from eagle.registry.gate import Candidate, Verdict
+from eagle.serve.command import serve_command, serve_line
 from eagle.steps import StepContext, get_step, key_parts
-from eagle.target.resolve import DEMO_NAME, target_fingerprint
+from eagle.target.resolve import DEMO_NAME, local_target, target_fingerprint
+from eagle.target.vllm import find_vllm
 
 REGISTRATION = "registration.json"
 CURVES = "curves.json"
+ATTEMPTS = 3
 EVIDENCE = {
     "distill": (CURVES,),
     "policy": (CURVES,),
@@ -77,11 +83,11 @@ def run(context: StepContext) -> dict[str, Any]:
             },
         )
         set_alias(store, model, promote.CHALLENGER, version)
-        verdict = promote.decide(store, model, version, candidate, config.register_.gate)
+        verdict = _decide(store, model, version, candidate, context)
         store.client.log_batch(
             run_id, tags=[RunTag("eagle.verdict", verdict.word), RunTag("eagle.model", model), RunTag("eagle.version", version)]
         )
-    _report(context, store, model, version, run_id, verdict, validation)
+    _report(context, store, model, version, run_id, source, verdict)
     return {
         "version": int(version),
         "passed": verdict.passed,
@@ -108,16 +114,39 @@ def read_candidate(inputs: dict[str, Path], validation: dict[str, Any]) -> Candi
         equal_tokens=min(equal, float(_field(validation, "equal_tokens", "validation.json"))) if validated else equal,
         memory_overhead=float(_field(bench, "memory_overhead", "bench/metrics.json")),
         validated=validated,
-        measured_on=_measured_on(inputs),
+        measured_on=_measured_on(inputs["bundle"], validation) if validated else "",
     )
 
 
-def _measured_on(inputs: dict[str, Path]) -> str:
-    """Return the digest of the held-out rows and the bundle step's decoding settings behind the acceptance length."""
-    heldout = [[f["path"], f["sha256"]] for f in _manifest(inputs["dataset"])["files"] if f["path"].startswith("heldout-")]
-    parts = _manifest(inputs["bundle"])["parts"]
-    settings = {name: parts["config"]["bundle"][name] for name in ("draft_tokens", "prompts", "max_new_tokens")}
-    return manifest.hash_json([heldout, settings, parts["extra"]["target"]])
+def _measured_on(folder: Path, validation: dict[str, Any]) -> str:
+    """Return the digest of the prompts, the decoding settings and the target behind the acceptance length."""
+    settings = [_field(validation, name, "validation.json") for name in ("prompt_ids", "draft_tokens", "max_new_tokens")]
+    return manifest.hash_json([*settings, _manifest(folder)["parts"]["extra"]["target"]])
+
+
+def _decide(store: Store, model: str, version: str, candidate: Candidate, context: StepContext) -> Verdict:
+    """Judge the candidate; when another run's model becomes champion meanwhile, judge it against that one."""
+    for _ in range(ATTEMPTS - 1):
+        champion = _comparable_champion(store, model, candidate, context)
+        try:
+            return promote.decide(store, model, version, candidate, context.config.register_.gate, champion)
+        except promote.ChampionMoved as moved:
+            say(f"register: {moved}")
+    champion = _comparable_champion(store, model, candidate, context)
+    return promote.decide(store, model, version, candidate, context.config.register_.gate, champion)
+
+
+def _comparable_champion(store: Store, model: str, candidate: Candidate, context: StepContext) -> promote.Champion | None:
+    """Return the champion with figures on the candidate's prompts, measured anew where the recorded ones are of others."""
+    version = by_alias(store, model, promote.CHAMPION)
+    if version is None:
+        return None
+    recorded = promote.recorded_candidate(version)
+    if not candidate.validated or recorded.measured_on == candidate.measured_on:
+        return promote.Champion(str(version.version), recorded)
+    from eagle.registry.remeasure import remeasure  # torch and the bundle's checks, seldom needed
+
+    return promote.Champion(str(version.version), remeasure(store, version, recorded, context, candidate.measured_on))
 
 
 def _bundle_hashes(folder: Path) -> dict[str, str]:
@@ -179,7 +208,7 @@ def _tags(context: StepContext, key: str, at: str) -> dict[str, str]:
 
 
 def _report(
-    context: StepContext, store: Store, model: str, version: str, run_id: str, verdict: Verdict, validation: dict[str, Any]
+    context: StepContext, store: Store, model: str, version: str, run_id: str, source: str, verdict: Verdict
 ) -> None:
     alias = promote.CHAMPION if verdict.passed else promote.CHALLENGER
     manifest.write_json(
@@ -194,8 +223,7 @@ def _report(
             "verdict": verdict.word,
             "reasons": [asdict(reason) for reason in verdict.reasons],
             "lines": [reason.line() for reason in verdict.reasons],
-            "serve": serve_command(context.inputs["bundle"]),
-            "validation": validation,
+            "serve": _serve_line(context, source),
         },
     )
     say(f"register: {model} version {version}: the gate says {verdict.word}, alias {alias}")
@@ -203,14 +231,14 @@ def _report(
         say(f"  {reason.line()}")
 
 
-def serve_command(folder: Path) -> str:
-    """Return the `vllm serve` command that the bundle step wrote to bundle/serve.sh, on one line."""
-    path = folder / "bundle" / "serve.sh"
-    lines = path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines() if path.is_file() else []
-    commands = [" ".join(line.split()) for line in lines if line.strip() and not line.lstrip().startswith(("#", "set "))]
-    if not commands:
-        raise StepFailed(f"register: {path} holds no command; run: eagle step bundle --force")
-    return commands[-1]
+def _serve_line(context: StepContext, source: str) -> str:
+    """Return the serve command, as a line for a shell, of the registered files where they lie on this disk, else of the step's."""
+    parsed = urlparse(source)
+    bundle = Path(url2pathname(parsed.path)) if parsed.scheme == "file" else context.inputs["bundle"].resolve() / "bundle"
+    config, root = context.config, context.root
+    target = local_target(config.target, root, context.cache)
+    served = target.resolve() if target else config.target.model
+    return serve_line(serve_command(bundle, served, find_vllm(config.vllm, root), config, config.bundle.draft_tokens))
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def serve_command(
     if config.vllm.tensor_parallel_size > 1:
         options += ["--tensor-parallel-size", str(config.vllm.tensor_parallel_size)]
     if draft_tokens:
-        options += ["--speculative-config", json.dumps(speculative_config(bundle, draft_tokens))]
+        options += ["--speculative-config", json.dumps(speculative_config(bundle, draft_tokens), ensure_ascii=False)]
     return [*environment, *start, str(target), *options]
 
 

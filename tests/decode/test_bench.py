@@ -85,6 +85,7 @@ def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"speedup_b1", "speedup_b2", "cost_ratio", "ttft_ratio_b1", "acceptance_length_t1"} <= metrics.keys()
     text = (context.out / "table.txt").read_text()
     assert "greedy equality, float32, batch 1 and batch 3: 100.00 %" in text
+    assert text.startswith("median [min..max] of 2 interleaved turns; float32")
     assert text in capsys.readouterr().err
     assert len(list(csv.DictReader((context.out / "bench.csv").open()))) == 8
     assert all((context.out / name).read_bytes().startswith(b"\x89PNG") for name in names if name.endswith(".png"))

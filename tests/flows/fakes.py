@@ -92,7 +92,10 @@ def write_output(name: str, out: Path, said: dict[str, Any] | None = None) -> di
         (folder / "README.md").write_text("# A draft\n")
         (folder / "serve.sh").write_text("#!/bin/sh\nset -e\nvllm serve TARGET \\\n  --speculative-config '{}'\n")
         validated = said.get("validated", True)
-        validation: dict[str, Any] = {"validated": validated, "acceptance_length": acceptance, "equal_tokens": 1.0}
+        validation: dict[str, Any] = {"validated": validated}
+        if validated:
+            figures = {"acceptance_length": acceptance, "equal_tokens": 1.0, "draft_tokens": 3, "max_new_tokens": 64}
+            validation |= figures | {"prompt_ids": [said.get("prompts", "a")]}
         manifest.write_json(out / "validation.json", validation)
         return {"acceptance_length": acceptance, "validated": validated}
     return {"ok": True}
