@@ -11,7 +11,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
@@ -23,11 +23,16 @@ from eagle.config import Config, load_config, project_root
 from eagle.errors import EagleError
 from eagle.progress import say
 
+if TYPE_CHECKING:
+    from eagle.registry.promote import Move
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 target_app = typer.Typer(no_args_is_help=True, help="The served model.")
 bundle_app = typer.Typer(no_args_is_help=True, help="vLLM-ready draft bundles.")
 app.add_typer(target_app, name="target")
 app.add_typer(bundle_app, name="bundle")
+registry_app = typer.Typer(no_args_is_help=True, help="Registered drafts: what is champion, and how it came about.")
+app.add_typer(registry_app, name="registry")
 
 ProfileOption = Annotated[str | None, typer.Option("--profile", "-p", help="default, a name in profiles/, or a YAML file.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override: section.key=value. Repeatable.")]
@@ -136,6 +141,62 @@ def bundle_validate(
 
     report = check_bundle(path, target)
     sys.stdout.write(f"{report}\n")
+
+
+def _said(move: Move) -> str:
+    return f"{move.at}  champion  version {move.previous or '-'} -> {move.version}  {move.kind}  {move.why}"
+
+
+@registry_app.command("history")
+def registry_history(context: typer.Context, profile: ProfileOption = None, overrides: SetOption = None) -> None:
+    """List the gate's decisions and the champion's moves, oldest first. Example: eagle registry history"""
+    from eagle.registry.client import open_store
+    from eagle.registry.promote import decisions, moves
+    from eagle.registry.step import model_name
+
+    config, root, _ = _load(context, profile, overrides)
+    store, model = open_store(config, root), model_name(config)
+    for decision in decisions(store, model):
+        failed = ", ".join(f"{r['name']} {r['value']} (bound {r['bound']})" for r in decision.reasons if not r["ok"])
+        sys.stdout.write(f"{decision.at}  gate  version {decision.version}  {decision.verdict}  {failed}\n")
+    for move in moves(store, model):
+        sys.stdout.write(f"{_said(move)}\n")
+
+
+@registry_app.command("promote")
+def registry_promote(
+    context: typer.Context,
+    version: Annotated[str, typer.Argument(help="The model version that becomes champion.")],
+    why: Annotated[str, typer.Option("--why", help="Kept in the history.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Also when the gate did not pass it.")] = False,
+    profile: ProfileOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Make a version champion. Example: eagle registry promote 3 --why 'shadow test passed'"""
+    from eagle.registry import promote as aliases
+    from eagle.registry.client import open_store
+    from eagle.registry.step import model_name
+
+    config, root, _ = _load(context, profile, overrides)
+    move = aliases.promote(open_store(config, root), model_name(config), version, why=why, force=force)
+    sys.stdout.write(f"{_said(move)}\n")
+
+
+@registry_app.command("rollback")
+def registry_rollback(
+    context: typer.Context,
+    why: Annotated[str, typer.Option("--why", help="Kept in the history.")] = "",
+    profile: ProfileOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Make the former champion champion again. Example: eagle registry rollback --why 'acceptance fell'"""
+    from eagle.registry import promote as aliases
+    from eagle.registry.client import open_store
+    from eagle.registry.step import model_name
+
+    config, root, _ = _load(context, profile, overrides)
+    move = aliases.rollback(open_store(config, root), model_name(config), why=why)
+    sys.stdout.write(f"{_said(move)}\n")
 
 
 def _private_environment() -> None:

@@ -110,10 +110,12 @@ class DraftConfig(Section):
 
     layers: Annotated[int, Field(ge=1, le=16)] = 4
     heads: Annotated[int, Field(ge=1)] = 8
-    kv_heads: Annotated[int, Field(ge=1)] = 8
+    kv_heads: Annotated[int, Field(ge=1)] = 4
     head_dim: Annotated[int, Field(ge=2)] | None = Field(None, description="null = the target's head_dim")
     hidden_size: Annotated[int, Field(ge=1)] | None = Field(None, description="null = the target's hidden size")
-    intermediate_size: Annotated[int, Field(ge=1)] | None = Field(None, description="null = the target's")
+    intermediate_size: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="null = two thirds of the target's, rounded up to 64: a draft step must be cheap"
+    )
     vocab_size: Annotated[int, Field(ge=2)] | None = Field(8192, description="draft vocabulary; null = the target's")
     fc_norm: bool = Field(True, description="one RMSNorm per tapped state before fc (EAGLE 3.1)")
     norm_output: bool = Field(True, description="feed the post-norm hidden state to the next draft step (EAGLE 3.1)")

@@ -95,7 +95,7 @@ def _disk(config: Config, dims: dict[str, Any] | None) -> dict[str, float]:
         return need
     width, layers, draft = dims["hidden_size"], dims["num_hidden_layers"], config.draft
     aux = len(config.target.aux_layers or {min(2, layers), layers // 2, max(layers - 3, 0)})
-    hidden, inter = draft.hidden_size or width, draft.intermediate_size or dims["intermediate_size"]
+    hidden, inter = draft.hidden_size or width, draft.intermediate_size or 2 * dims["intermediate_size"] // 3
     head_dim = draft.head_dim or dims.get("head_dim") or width // dims["num_attention_heads"]
     attention = hidden * head_dim * (2 * draft.heads + 2 * draft.kv_heads)
     parameters = (

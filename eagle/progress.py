@@ -74,7 +74,10 @@ class Track:
     def _line(self, note: str) -> None:
         self._last = time.monotonic()
         left = max(self.total - self.done, 0.0) / max(self.rate, 1e-9)
-        eta = f"ETA {int(left // 60)}:{int(left % 60):02d}" if left >= 1 else f"done in {self._last - self._began:.0f} s"
+        if self.done - self._start_done < 0.01 * self.total and left >= 1:
+            eta = "ETA -"  # too little is done to tell
+        else:
+            eta = f"ETA {int(left // 60)}:{int(left % 60):02d}" if left >= 1 else f"done in {self._last - self._began:.0f} s"
         tail = f"  {note}" if note else ""
         self._stream.write(f"{self.title}: {self.done:.0f}/{self.total:.0f} {self.unit}  {self.rate:.1f}/s  {eta}{tail}\n")
         self._stream.flush()

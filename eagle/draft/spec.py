@@ -84,7 +84,7 @@ class DraftSpec:
         return cls(
             hidden_size=draft.hidden_size or dims.hidden_size,
             target_hidden_size=dims.hidden_size,
-            intermediate_size=draft.intermediate_size or dims.intermediate_size,
+            intermediate_size=draft.intermediate_size or default_intermediate_size(dims.intermediate_size),
             num_layers=draft.layers,
             num_heads=draft.heads,
             num_kv_heads=draft.kv_heads,
@@ -176,6 +176,11 @@ class DraftSpec:
     def as_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON."""
         return {**asdict(self), "aux_layers": list(self.aux_layers), "eos_token_id": list(self.eos_token_id)}
+
+
+def default_intermediate_size(target: int) -> int:
+    """Return the draft's MLP width when the configuration leaves it open: two thirds of the target's, rounded up to 64."""
+    return min(-(-(2 * target) // (3 * 64)) * 64, target)
 
 
 def expected_tensors(spec: DraftSpec, dtype: torch.dtype = torch.float32) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

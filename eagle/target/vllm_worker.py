@@ -97,6 +97,58 @@ def engine_arguments(job: dict[str, Any], cpu: bool) -> dict[str, Any]:
     return arguments
 
 
+def fast_cpu_norms() -> dict[str, list[str]]:
+    """Offer vLLM's own C++ RMS norms to its operator registry and return the priorities that choose them.
+
+    vLLM 0.32 registers them for GPUs only; on CPU it runs a chain of nine elementwise operations instead, a third of the
+    time of a decode step of a small model. A version without that registry or those operators keeps its own choice: {}.
+    """
+    try:
+        import torch
+        import vllm._custom_ops  # noqa: F401 -- loads the operators
+        from vllm import ir
+
+        fused, plain = torch.ops._C.fused_add_rms_norm, torch.ops._C.rms_norm
+        registry = ir.ops.fused_add_rms_norm.register_impl, ir.ops.rms_norm.register_impl
+    except (ImportError, AttributeError):
+        return {}
+    name = "eagle_cpu"
+
+    def same_dtype(x: Any, weight: Any, variance_size: int | None) -> bool:
+        return variance_size is None and weight is not None and weight.dtype == x.dtype
+
+    def takes_add(x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
+        return same_dtype(x, weight, variance_size)
+
+    def takes(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
+        return same_dtype(x, weight, variance_size)
+
+    Tensor = torch.Tensor
+
+    def fused_add_rms_norm(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        fused(x, x_residual, weight, epsilon)
+        return x, x_residual
+
+    def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+        out = torch.empty_like(x)
+        plain(out, x, weight, epsilon)
+        return out
+
+    # vLLM derives the operators' schemas from annotations, which must be the types themselves
+    fused_add_rms_norm.__annotations__ = {
+        "x": Tensor, "x_residual": Tensor, "weight": Tensor | None, "epsilon": float, "variance_size": int | None,
+        "return": tuple[Tensor, Tensor],
+    }  # fmt: skip
+    rms_norm.__annotations__ = {
+        "x": Tensor, "weight": Tensor | None, "epsilon": float, "variance_size": int | None, "return": Tensor,
+    }  # fmt: skip
+    registry[0](name, supported=True, inplace=True, supports_args=takes_add)(fused_add_rms_norm)
+    registry[1](name, supported=True, supports_args=takes)(rms_norm)
+    return {"fused_add_rms_norm": [name], "rms_norm": [name]}
+
+
 class Progress:
     """Counts tokens and answers, and says so at most once a second.
 
@@ -188,7 +240,11 @@ def main(job_path: Path, out_path: Path) -> None:
     began = time.monotonic()
     from vllm import LLM
 
-    llm = LLM(**engine_arguments(job, cpu))
+    arguments = engine_arguments(job, cpu)
+    priorities = fast_cpu_norms() if cpu else {}
+    if priorities:
+        arguments["ir_op_priority"] = priorities
+    llm = LLM(**arguments)
     say(events, event="ready", version=version, cpu=cpu, seconds=time.monotonic() - began)
     progress = Progress(events)
     began = time.monotonic()

@@ -34,7 +34,7 @@ def test_every_shipped_profile_is_valid_and_differs_from_the_default(profile: st
         ("distill.learning_rate=fast", ["distill.learning_rate", "valid number", "'fast'"]),
         ("draft.layers=99", ["draft.layers", "less than or equal to 16", "99"]),
         ("draft.layers=2.5", ["draft.layers", "2.5"]),
-        ("draft.heads=6", ["draft", "heads (6) must be a multiple of kv_heads (8)"]),
+        ("draft.heads=6", ["draft", "heads (6) must be a multiple of kv_heads (4)"]),
         ("dataset.temperatures=[{temperatur: 1, weight: 1}]", ["temperature"]),
         ("dataset.heldout_fraction=.nan", ["dataset.heldout_fraction"]),
         ("register.gate.min_acceptance=2", ["closest: 'register.gate.min_acceptance_length'"]),
