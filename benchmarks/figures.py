@@ -43,6 +43,7 @@ class Figure:
     op: Literal["<=", ">=", "=="]
     limit: float
     measure: Callable[[], Measured]
+    tried: str | None = None  # shown when the figure falls short: what was tried to reach it
 
     def holds(self, value: float | bool | None) -> bool | None:
         """Compare the value with the bound; None when there is no value."""
@@ -87,8 +88,9 @@ def measure(figure: Figure) -> dict[str, Any]:
         "commit": manifest.git_state(ROOT)["sha"],
         "date": datetime.now(UTC).date().isoformat(),
     }
-    if measured.why:
-        row["why"] = measured.why
+    why = measured.why or (figure.tried if row["holds"] is False else None)
+    if why:
+        row["why"] = why
     manifest.write_json(RESULTS / f"{figure.id}.json", row)
     return row
 
