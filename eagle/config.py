@@ -80,14 +80,14 @@ class DatasetConfig(Section):
     backend: Literal["auto", "vllm", "transformers"] = Field("auto", description="auto = vllm when it is found")
     prompt_files: list[str] = Field(default_factory=list, description="JSONL: prompt, messages, conversations or turns")
     file_prompts: Annotated[int, Field(ge=0)] = Field(0, description="at most this many prompts per file; 0 = all")
-    shipped_prompts: Annotated[int, Field(ge=0)] = Field(900, description="prompts expanded from data/prompts")
-    self_prompts: Annotated[int, Field(ge=0)] = Field(900, description="prompts sampled from the target itself")
+    shipped_prompts: Annotated[int, Field(ge=0)] = Field(1100, description="prompts expanded from data/prompts")
+    self_prompts: Annotated[int, Field(ge=0)] = Field(600, description="prompts sampled from the target itself")
     self_prompt_tokens: PositiveInt = Field(64, description="longest self-prompt, tokens")
     self_prompt_temperature: Annotated[float, Field(gt=0.0, le=5.0)] = Field(
         0.8, description="at 1.0 a third of a small target's self-prompts are noise that never ends"
     )
     max_prompt_tokens: PositiveInt = Field(384, description="longer prompts are quarantined")
-    max_new_tokens: PositiveInt = Field(160, description="longest answer, tokens")
+    max_new_tokens: PositiveInt = Field(128, description="longest answer, tokens")
     min_new_tokens: Annotated[int, Field(ge=1)] = Field(4, description="shorter answers are quarantined")
     temperatures: list[TemperatureShare] = Field(
         default_factory=lambda: [
@@ -116,7 +116,7 @@ class DraftConfig(Section):
     intermediate_size: Annotated[int, Field(ge=1)] | None = Field(
         None, description="null = two thirds of the target's, rounded up to 64: a draft step must be cheap"
     )
-    vocab_size: Annotated[int, Field(ge=2)] | None = Field(8192, description="draft vocabulary; null = the target's")
+    vocab_size: Annotated[int, Field(ge=2)] | None = Field(12288, description="draft vocabulary; null = the target's")
     fc_norm: bool = Field(True, description="one RMSNorm per tapped state before fc (EAGLE 3.1)")
     norm_output: bool = Field(True, description="feed the post-norm hidden state to the next draft step (EAGLE 3.1)")
     norm_before_residual: bool = False
@@ -139,7 +139,7 @@ class DistillConfig(Section):
     """Stage 1: supervised distillation on the target's own outputs."""
 
     stages: list[DepthStage] = Field(
-        default_factory=lambda: [DepthStage(depth=1, steps=500), DepthStage(depth=3, steps=250)], min_length=1
+        default_factory=lambda: [DepthStage(depth=1, steps=280), DepthStage(depth=3, steps=100)], min_length=1
     )
     max_minutes: Annotated[float, Field(gt=0.0)] = Field(9.0, description="budget of training time; the schedule ends with it")
     tokens_per_step: PositiveInt = Field(2048, description="tokens per optimiser step, padding included")
@@ -163,27 +163,27 @@ class DistillConfig(Section):
 class PolicyConfig(Section):
     """Stage 2: exact policy gradient of the expected accepted length."""
 
-    steps: Annotated[int, Field(ge=0)] = Field(60, description="optimiser steps; 0 keeps the distilled draft as it is")
+    steps: Annotated[int, Field(ge=0)] = Field(30, description="optimiser steps; 0 keeps the distilled draft as it is")
     max_minutes: Annotated[float, Field(gt=0.0)] = 3.0
-    sequences_per_step: PositiveInt = 8
-    anchors_per_sequence: PositiveInt = Field(32, description="rounds started per sequence")
+    sequences_per_step: PositiveInt = 16
+    anchors_per_sequence: PositiveInt = Field(48, description="rounds started per sequence")
     draft_tokens: Annotated[int, Field(ge=1, le=16)] = Field(3, description="K, length of a draft")
-    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-4
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 5e-5
     warmup_steps: Annotated[int, Field(ge=0)] = 5
     clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     anchor_weight: Annotated[float, Field(ge=0.0)] = Field(0.2, description="weight of the cross-entropy anchor")
     temperatures: list[TemperatureShare] = Field(
-        default_factory=lambda: [TemperatureShare(temperature=0.0, weight=0.5), TemperatureShare(temperature=1.0, weight=0.5)],
+        default_factory=lambda: [TemperatureShare(temperature=0.0, weight=0.75), TemperatureShare(temperature=1.0, weight=0.25)],
         min_length=1,
         description="temperatures of the rollouts: those that will be served",
     )
-    eval_every: PositiveInt = 15
+    eval_every: PositiveInt = 10
     eval_sequences: PositiveInt = 64
     max_drop: Annotated[float, Field(ge=0.0)] = Field(
         0.02, description="relative fall of validation acceptance that stops the stage"
     )
-    checkpoint_every: PositiveInt = 15
+    checkpoint_every: PositiveInt = 10
 
 
 class TuneConfig(Section):
@@ -204,7 +204,7 @@ class TuneConfig(Section):
 class BenchConfig(Section):
     """Paired, interleaved measurement in the reference engine."""
 
-    prompts: PositiveInt = Field(16, description="held-out prompts")
+    prompts: PositiveInt = Field(8, description="held-out prompts")
     max_new_tokens: PositiveInt = 48
     batch_sizes: list[PositiveInt] = Field(default_factory=lambda: [1, 8], min_length=1)
     draft_tokens: list[Annotated[int, Field(ge=1, le=16)]] = Field(

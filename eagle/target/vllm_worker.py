@@ -114,14 +114,12 @@ def fast_cpu_norms() -> dict[str, list[str]]:
         return {}
     name = "eagle_cpu"
 
-    def same_dtype(x: Any, weight: Any, variance_size: int | None) -> bool:
-        return variance_size is None and weight is not None and weight.dtype == x.dtype
-
     def takes_add(x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
-        return same_dtype(x, weight, variance_size)
+        return takes(x, weight, epsilon, variance_size) and x_residual.is_contiguous()
 
     def takes(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
-        return same_dtype(x, weight, variance_size)
+        # the operators read rows one after the other: a slice of a wider tensor (fc_norm's input) would be read wrongly
+        return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
 
     Tensor = torch.Tensor
 
