@@ -1,0 +1,16 @@
+"""What every test leaves behind is undone here, so that the order of the rooms does not matter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _denormals_stay() -> Iterator[None]:
+    """Steps flush denormal numbers for the whole process (setup_torch); hypothesis' floats need them."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
