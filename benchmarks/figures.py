@@ -31,6 +31,7 @@ class Measured:
     value: float | bool | None
     runs: list[Any] = field(default_factory=list)
     why: str | None = None
+    broken: bool = False  # a bound beside the value's own (memory, disk) was not held: `why` says which
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def measure(figure: Figure) -> dict[str, Any]:
         "value": measured.value,
         "unit": figure.unit,
         "bound": f"{figure.op} {figure.limit:g}",
-        "holds": figure.holds(measured.value),
+        "broken": measured.broken,
+        "holds": figure.holds(measured.value) and not measured.broken if measured.value is not None else None,
         "runs": measured.runs,
         "command": f"make figures ID={figure.id}",
         "machine": machine(),

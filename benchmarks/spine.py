@@ -74,7 +74,7 @@ def _folder_size(folder: Path) -> int:
 
 
 def whole_run() -> Measured:
-    """F1.1: minutes of `make run` from nothing; memory and disk are bounds too and count as exceeded time when they break."""
+    """F1.1: minutes of `make run` from nothing; memory and disk are bounds too."""
     shutil.rmtree(STATE, ignore_errors=True)
     measured: dict[str, Any] = _make_run()
     measured["disk_gib"] = round(_folder_size(STATE) / 2**30, 2)
@@ -83,7 +83,7 @@ def whole_run() -> Measured:
     }
     minutes = round(measured["seconds"] / 60, 2)
     over = [f"{key} {measured[key]} > {limit}" for key, limit in (("peak_gib", 8.0), ("disk_gib", 6.0)) if measured[key] > limit]
-    return Measured(minutes if not over else float("inf"), [measured], "; ".join(over) or None)
+    return Measured(minutes, [measured], "; ".join(over) or None, broken=bool(over))
 
 
 def _need_run() -> Config:

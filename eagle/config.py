@@ -333,6 +333,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    except (ValueError, RecursionError) as error:  # a date that does not exist, a hexadecimal number without digits, nesting
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -347,7 +349,7 @@ def _parse_override(item: str) -> dict[str, Any]:
         raise ConfigError(f"--set {item}: must be section.key=value, for example --set distill.learning_rate=1e-3")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"--set {item}: the value is not valid YAML") from None
     if isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
         with contextlib.suppress(ValueError):
@@ -362,6 +364,8 @@ def _overlay(
     base: dict[str, Any], extra: dict[str, Any], name: str, origin: dict[tuple[str, ...], str], at: tuple[str, ...] = ()
 ) -> None:
     """Merge `extra` into `base` in place, mappings key by key, and remember which file each key came from."""
+    if len(at) > 8:  # deeper than any section; an alias that holds itself has no end
+        raise ConfigError(f"{name}: '{'.'.join(at[:3])}...' is nested too deep")
     for raw, value in extra.items():
         key = str(raw)
         path = (*at, key)

@@ -70,8 +70,10 @@ class Step:
 
 
 _MODEL = ("eagle/draft", "eagle/target", "kernels")
+_ROWS = "eagle/dataset/read.py"
 _TRAIN = (
     *_MODEL,
+    _ROWS,
     *(f"eagle/train/{name}.py" for name in ("batches", "checkpoint", "features", "objectives", "schedule", "validate")),
 )
 _POLICY_READS = ("distill.top_k", "distill.autocast", "distill.betas", "distill.min_learning_rate_ratio")
@@ -85,15 +87,15 @@ STEPS: dict[str, Step] = {
         Step("distill", "eagle.train.distill:run", ("target", "draft", "distill"), ("dataset",),
              (*_TRAIN, "eagle/train/distill.py")),
         Step("policy", "eagle.train.policy:run", ("target", "policy", *_POLICY_READS), ("dataset", "distill"),
-             (*_TRAIN, "eagle/train/rollout.py", "eagle/train/policy.py")),
+             (*_TRAIN, "eagle/train/distill.py", "eagle/train/rollout.py", "eagle/train/policy.py")),
         Step("tune", "eagle.bench.tune:run", ("target", "tune"), ("policy",),
-             ("eagle/bench/tune.py", "kernels")),
+             ("eagle/bench/tune.py", "eagle/decode", *_MODEL)),
         Step("bench", "eagle.bench.step:run", ("target", "bench"), ("dataset", "policy", "tune"),
-             ("eagle/bench", "eagle/decode", *_MODEL)),
+             ("eagle/bench", "eagle/decode", _ROWS, *_MODEL)),
         Step("bundle", "eagle.bundle.step:run", ("target", "vllm", "bundle"), ("dataset", "policy", "bench"),
-             ("eagle/bundle", "eagle/decode", "eagle/serve", *_MODEL)),
+             ("eagle/bundle", "eagle/bench/measure.py", "eagle/decode", "eagle/serve", _ROWS, *_MODEL)),
         Step("register", "eagle.registry.step:run", ("target", "register"), ("dataset", "distill", "policy", "bench", "bundle"),
-             ("eagle/registry",)),
+             ("eagle/registry", "eagle/bundle", "eagle/serve", "eagle/target")),
     )
 }
 # fmt: on

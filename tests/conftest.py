@@ -6,6 +6,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("steady", deadline=None)  # a loaded machine is no failure
+settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)

@@ -135,7 +135,7 @@ def stated_licence(target: Path) -> str | None:
         return None
     try:
         content = yaml.safe_load(parts[1])
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # also what PyYAML lets through: dates that do not exist, nesting
         return None
     found = content.get("license") if isinstance(content, dict) else None
     return found if isinstance(found, str) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +51,7 @@ def read_spec(folder: Path) -> DraftSpec:
         content = manifest.read_json(folder / CONFIG)
     except OSError as error:
         raise BundleError(f"{folder / CONFIG}: cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"{folder / CONFIG}: not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise BundleError(f"{folder / CONFIG}: not a JSON object")

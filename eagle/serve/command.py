@@ -29,6 +29,7 @@ known_target=$target
 known_python=$python
 target=$${TARGET:-$$known_target}
 case "$${1:-}" in "" | -*) ;; *) target=$$1 && shift ;; esac
+case "$$target" in /*) export HF_HUB_OFFLINE=1 ;; esac
 exec $command "$$@"
 """)
 
@@ -85,6 +86,7 @@ def serve_script(
     if cpu is None:
         cpu = interpreter is not None and vllm_build(interpreter).cpu
     words = serve_command(Path("@BUNDLE@"), absolute, known, config, draft_tokens, cpu=cpu)
+    words = [word for word in words if word != "HF_HUB_OFFLINE=1"]  # the script decides: its target may be a hub name
     command = " ".join(_shell_word(word.replace("/@TARGET@", "@TARGET@"), holes) for word in words)
     return _SCRIPT.substitute(
         host=HOST, port=PORT, target=shlex.quote(str(target)), python=shlex.quote(str(interpreter or "")), command=command

@@ -185,7 +185,8 @@ def worker_environment(private: Path, root: Path) -> dict[str, str]:
     # The number of threads is the job's; ours was meant for this process.
     environment.pop("OMP_NUM_THREADS", None)
     # This project's `kernels` folder would be taken for the Hugging Face package of that name.
-    paths = [p for p in environment.pop("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() != root.resolve()]
+    ours = {root.resolve(), Path(__file__).resolve().parents[2]}
+    paths = [p for p in environment.pop("PYTHONPATH", "").split(os.pathsep) if p and Path(p).resolve() not in ours]
     if paths:
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     return environment

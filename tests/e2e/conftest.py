@@ -31,7 +31,8 @@ def make_project(folder: Path) -> Path:
 def environment() -> dict[str, str]:
     """The environment of a run: one thread a process, the console script on PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "OMP_NUM_THREADS": "2", "PATH": path, "CI": "true"}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return {**own, "OMP_NUM_THREADS": "2", "PATH": path, "CI": "true"}
 
 
 def run_in(folder: Path, *argv: str, timeout: float = 500) -> subprocess.CompletedProcess[str]:

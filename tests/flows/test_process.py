@@ -82,7 +82,7 @@ def test_the_error_holds_the_last_line() -> None:
 
 def test_the_time_limit_ends_the_whole_family(tmp_path: Path) -> None:
     with pytest.raises(StepTimeout, match="flow.step_timeout_s"):
-        supervise(FAMILY, str(tmp_path / "pids"), "time.sleep(300)", timeout=3.0)
+        supervise(FAMILY, str(tmp_path / "pids"), "time.sleep(300)", timeout=15.0)
     wait_gone(tmp_path / "pids")
 
 

@@ -238,7 +238,7 @@ class TestRun:
     @pytest.mark.parametrize(
         ("behaviour", "keys", "told"),
         [
-            ({"sleep": 60, "spawn": 1}, {"start_timeout_s": 1}, r"still starting after 1 s \(vllm.start_timeout_s\)"),
+            ({"sleep": 60, "spawn": 1}, {"start_timeout_s": 5}, r"still starting after 5 s \(vllm.start_timeout_s\)"),
             ({"sleep_ready": 60, "spawn": 1}, {"timeout_s": 1}, r"still generating after 1 s \(vllm.timeout_s\)"),
         ],
     )
