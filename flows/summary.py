@@ -42,9 +42,9 @@ def text(value: dict[str, Any]) -> str:
         lines.append(f"  {name:<{width}}  {'up to date' if seconds is None else f'{seconds:8.1f} s'}")
     registered = manifest.read_json(base / "register" / "registration.json")
     lines += ["", bench_table(base), "", *gate_lines(base), "", "serve it:", f"  {registered['serve']}", ""]
-    fetch = f"MLFLOW_TRACKING_URI={shlex.quote(registered['tracking_uri'])} mlflow artifacts download -u {value['uri']}"
+    fetch = f"MLFLOW_TRACKING_URI={shlex.quote(registered['tracking_uri'])} .venv/bin/mlflow artifacts download -u {value['uri']}"
     if value["verdict"] == "passed":
         lines.append(f"next: run the serve command, or fetch the files anywhere:\n  {fetch}")
     else:
-        lines.append("next: see the failed checks above; more data or training: python -m flows.retrain --profile full")
+        lines.append("next: see the failed checks above; more data and training: make run PROFILE=full")
     return "\n".join(lines) + "\n"
