@@ -97,9 +97,12 @@ def measure(figure: Figure) -> dict[str, Any]:
     return row
 
 
-def write_table() -> None:
-    """Write benchmarks/results/README.md from the JSON files that are there."""
-    rows = [manifest.read_json(path) for path in sorted(RESULTS.glob("F*.json"))]
+def write_table(figures: dict[str, Figure]) -> None:
+    """Write benchmarks/results/README.md: the JSON files that are there, and which figures are not measured yet."""
+    rows = [
+        manifest.read_json(RESULTS / f"{f.id}.json") if (RESULTS / f"{f.id}.json").is_file() else _unmeasured(f)
+        for f in figures.values()
+    ]
     lines = [
         "# Figures",
         "",
@@ -116,6 +119,19 @@ def write_table() -> None:
     manifest.write_text(RESULTS / "README.md", "\n".join(lines) + "\n")
 
 
+def _unmeasured(figure: Figure) -> dict[str, Any]:
+    return {
+        "id": figure.id,
+        "what": figure.what,
+        "value": None,
+        "unit": figure.unit,
+        "bound": f"{figure.op} {figure.limit:g}",
+        "holds": None,
+        "date": "",
+        "why": f"not measured yet: make figures ID={figure.id}",
+    }
+
+
 def main() -> None:
     """Measure the figures named on the command line, or all of them."""
     figures: dict[str, Figure] = {f.id: f for name in MODULES for f in importlib.import_module(name).FIGURES}
@@ -127,7 +143,7 @@ def main() -> None:
     for name in wanted:
         row = measure(figures[name])
         print(f"{row['id']}: {row['what']}: {row['value']} {row['unit']} (bound {row['bound']}, holds: {row['holds']})")
-        write_table()
+        write_table(figures)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ STATE = ROOT / "build" / "figures"
 OVERRIDES = {name: f"build/figures/{name}" for name in ("runs", "cache", "state")}
 ARGS = " ".join(f"--set paths.{name}={place}" for name, place in OVERRIDES.items())
 RUN = STATE / "runs" / "default"
-SAMPLE_SECONDS = 1.0
+SAMPLE_SECONDS = 5.0  # reading a process' pages stops it for a moment: more often would slow what is measured
 TOKENS = 96
 MT_BENCH = ROOT.parent / "shared" / "data" / "prompts" / "mt_bench" / "question.jsonl"
 
