@@ -14,6 +14,7 @@ from typing import Any
 
 from eagle import manifest
 from eagle.config import Config
+from eagle.errors import ConfigError
 from eagle.steps import STEPS, Step, status
 from eagle.target.resolve import local_target
 
@@ -68,8 +69,16 @@ def _dims(config: Config, root: Path) -> dict[str, Any] | None:
     folder = local_target(config.target, root, root / config.paths.cache)
     if folder is None:
         return None
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return content
+    try:
+        content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"target.model: {folder / 'config.json'} cannot be read: {error}") from None
+    text: dict[str, Any] = content.get("text_config") or content  # multi-modal targets keep the decoder's numbers there
+    return (
+        text
+        if {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"} <= set(text)
+        else None
+    )
 
 
 def _time(step: Step, config: Config, base: Path) -> str:
