@@ -22,6 +22,7 @@ from eagle import __version__
 from eagle.config import Config, load_config, project_root
 from eagle.errors import EagleError
 from eagle.progress import say
+from eagle.signals import leave
 
 if TYPE_CHECKING:
     from eagle.registry.promote import Move
@@ -212,14 +213,10 @@ def _private_environment() -> None:
         os.environ.setdefault(key, value)
 
 
-def _end_on_sigterm(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)  # an exception, so that locks are released and children ended on the way out
-
-
 def main() -> None:
     """Entry point of the console script `eagle` and of `python -m eagle`."""
     _private_environment()
-    signal.signal(signal.SIGTERM, _end_on_sigterm)
+    signal.signal(signal.SIGTERM, leave)  # an exception: locks are released and children ended on the way out
     try:
         app()
     except EagleError as error:

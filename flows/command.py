@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from types import FrameType
 
 from eagle.errors import EagleError
 from eagle.progress import say
+from eagle.signals import leave
 from flows import env, launch, summary
 from flows.process import StepExit
 from flows.server import start_temporary_api
@@ -20,7 +20,7 @@ from flows.server import start_temporary_api
 def main(arguments: list[str] | None = None) -> int:
     """Run `python -m flows.retrain`; returns the exit code."""
     asked = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _end_on_sigterm)
+    signal.signal(signal.SIGTERM, leave)
     try:
         wanted = launch.prepare(asked.profile, tuple(asked.overrides), asked.run_id, force=asked.force)
         with launch.run_lock(wanted):
@@ -55,7 +55,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-id", help="folder under runs/; default: the profile's name")
     parser.add_argument("--force", action="store_true", help="run every step anew")
     return parser
-
-
-def _end_on_sigterm(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # an exception, so that children are ended and locks released on the way out

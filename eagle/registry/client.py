@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ from mlflow.exceptions import MlflowException
 from eagle import manifest
 from eagle.config import Config
 from eagle.errors import BusyError, PreflightError, StepFailed
+from eagle.signals import sigterm_raises
 
 BATCH = 100
 PARAM_LENGTH = 6000
@@ -124,7 +123,7 @@ def tracked_run(store: Store, name: str, tags: dict[str, str]) -> Iterator[str]:
     """Open an MLflow run and yield its id; it ends FINISHED, FAILED on an exception, KILLED on a signal or an exit."""
     run_id: str = store.client.create_run(store.experiment_id, tags=tags, run_name=name).info.run_id
     try:
-        with _sigterm_raises():
+        with sigterm_raises():
             yield run_id
     except Exception:
         store.client.set_terminated(run_id, "FAILED")
@@ -133,23 +132,6 @@ def tracked_run(store: Store, name: str, tags: dict[str, str]) -> Iterator[str]:
         store.client.set_terminated(run_id, "KILLED")
         raise
     store.client.set_terminated(run_id, "FINISHED")
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit(143) unless the program handles it already, so that `tracked_run` can close its run."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def stop(number: int, _frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def close_stale_runs(store: Store, key: str, at: str) -> list[str]:

