@@ -95,17 +95,23 @@ def preflight(launch: Launch) -> list[str]:
             raise PreflightError(
                 f"disk: {free:.1f} GiB free at {launch.base}, the run asks for {needed:g} GiB; free some or lower flow.min_free_gib"
             )
+    _need_vllm(launch, stale)
+    return stale
+
+
+def _need_vllm(launch: Launch, stale: list[str]) -> None:
+    """Ask the interpreter for its vLLM now: an hour of training must not end at a file that only looks like one."""
+    from eagle.target.vllm import find_vllm, vllm_build
+
     config = launch.config
-    wanted = {"dataset": config.dataset.backend == "vllm", "bundle": config.bundle.validate_in_vllm}
-    if any(needed and name in stale for name, needed in wanted.items()) and not _vllm_found(launch):
+    may_use = {"dataset": config.dataset.backend != "transformers", "bundle": config.bundle.validate_in_vllm}
+    if not any(uses and name in stale for name, uses in may_use.items()):
+        return
+    interpreter = find_vllm(config.vllm, launch.root)
+    if interpreter is not None:
+        vllm_build(interpreter)
+    elif may_use["bundle"] and "bundle" in stale or config.dataset.backend == "vllm" and "dataset" in stale:
         raise PreflightError(
             "vLLM not found: no python in vllm.interpreter, .venv-vllm or this environment imports vllm; run `make run` once, set "
             "vllm.interpreter, or go without: --set bundle.validate_in_vllm=false (never champion then)"
         )
-    return stale
-
-
-def _vllm_found(launch: Launch) -> bool:
-    from eagle.target.vllm import find_vllm
-
-    return find_vllm(launch.config.vllm, launch.root) is not None

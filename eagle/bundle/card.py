@@ -14,7 +14,7 @@ from eagle.serve.command import serve_command, serve_line
 from eagle.steps import StepContext
 from eagle.target.load import ensure_target
 from eagle.target.resolve import DEMO_NAME, target_fingerprint
-from eagle.target.vllm import find_vllm
+from eagle.target.vllm import find_vllm, vllm_build
 
 TEMPLATE = "README.md.j2"
 DEMO_LICENCE = "apache-2.0"  # SmolLM2's, on its hub page; the package that carries its weights holds no model card
@@ -25,7 +25,11 @@ def write_card(context: StepContext, folder: Path, report: BundleReport, validat
     config = context.config
     target = ensure_target(config.target, context.root, context.cache)
     interpreter = find_vllm(config.vllm, context.root)
-    command = serve_command(Path("BUNDLE"), target.resolve(), interpreter, config, config.bundle.draft_tokens)
+    # The card travels with the bundle: no path of this machine belongs in it.
+    command = serve_command(
+        Path("BUNDLE"), "TARGET", interpreter and Path("python"), config, config.bundle.draft_tokens,
+        cpu=interpreter is not None and vllm_build(interpreter).cpu,
+    )  # fmt: skip
     bench = manifest.read_json(context.inputs["bench"] / "bench.json")
     values = {
         "target": {

@@ -145,6 +145,15 @@ def test_vllm_is_asked_for_before_the_start(project: Path, monkeypatch: pytest.M
         launch.preflight(wanted)
 
 
+def test_an_interpreter_without_vllm_is_told_before_the_start(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    here = Path(sys.executable)  # a Python, and no vLLM in it
+    wanted = launch.prepare(overrides=("bundle.validate_in_vllm=true", f"vllm.interpreter={here}"), run_id="notvllm")
+    wanted.base.mkdir(parents=True)
+    with pytest.raises(PreflightError, match=r"vllm\.interpreter: .* has no vLLM"):
+        launch.preflight(wanted)
+
+
 def test_a_profile_file_is_found_by_the_steps_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (project / "sub").mkdir(exist_ok=True)
     (project / "sub" / "mine.yaml").write_text("runtime: {seed: 7}\n")

@@ -326,6 +326,7 @@ class TestStep:
             assert text in card
         assert "equal to vLLM's own" not in card
         assert "None" not in card
+        assert str(made.root) not in card, "a path of this machine travels with the bundle"
 
     def test_vllm_that_is_not_there_is_found_before_any_work(self, context: Callable[..., StepContext]) -> None:
         made = context()
