@@ -80,8 +80,8 @@ class DatasetConfig(Section):
     backend: Literal["auto", "vllm", "transformers"] = Field("auto", description="auto = vllm when it is found")
     prompt_files: list[str] = Field(default_factory=list, description="JSONL: prompt, messages, conversations or turns")
     file_prompts: Annotated[int, Field(ge=0)] = Field(0, description="at most this many prompts per file; 0 = all")
-    shipped_prompts: Annotated[int, Field(ge=0)] = Field(1100, description="prompts expanded from data/prompts")
-    self_prompts: Annotated[int, Field(ge=0)] = Field(600, description="prompts sampled from the target itself")
+    shipped_prompts: Annotated[int, Field(ge=0)] = Field(1350, description="prompts expanded from data/prompts")
+    self_prompts: Annotated[int, Field(ge=0)] = Field(650, description="prompts sampled from the target itself")
     self_prompt_tokens: PositiveInt = Field(64, description="longest self-prompt, tokens")
     self_prompt_temperature: Annotated[float, Field(gt=0.0, le=5.0)] = Field(
         0.8, description="at 1.0 a third of a small target's self-prompts are noise that never ends"
@@ -116,7 +116,7 @@ class DraftConfig(Section):
     intermediate_size: Annotated[int, Field(ge=1)] | None = Field(
         None, description="null = two thirds of the target's, rounded up to 64: a draft step must be cheap"
     )
-    vocab_size: Annotated[int, Field(ge=2)] | None = Field(12288, description="draft vocabulary; null = the target's")
+    vocab_size: Annotated[int, Field(ge=2)] | None = Field(8192, description="draft vocabulary; null = the target's")
     fc_norm: bool = Field(True, description="one RMSNorm per tapped state before fc (EAGLE 3.1)")
     norm_output: bool = Field(True, description="feed the post-norm hidden state to the next draft step (EAGLE 3.1)")
     norm_before_residual: bool = False
@@ -139,7 +139,7 @@ class DistillConfig(Section):
     """Stage 1: supervised distillation on the target's own outputs."""
 
     stages: list[DepthStage] = Field(
-        default_factory=lambda: [DepthStage(depth=1, steps=280), DepthStage(depth=3, steps=100)], min_length=1
+        default_factory=lambda: [DepthStage(depth=1, steps=400), DepthStage(depth=3, steps=170)], min_length=1
     )
     max_minutes: Annotated[float, Field(gt=0.0)] = Field(9.0, description="budget of training time; the schedule ends with it")
     tokens_per_step: PositiveInt = Field(2048, description="tokens per optimiser step, padding included")
