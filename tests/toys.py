@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 import torch
@@ -73,3 +75,12 @@ def tiny_target(
     model.save_pretrained(folder)
     tiny_tokenizer(vocab_size).save_pretrained(folder)
     return folder
+
+
+def write_program(path: Path, code: str) -> Path:
+    """Write an executable that runs `code` under this Python; a shebang cannot name an interpreter with a space in its path."""
+    source = path.with_name(path.name + ".source.py")
+    source.write_text(code, encoding="utf-8")
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(source))} "$@"\n', encoding="utf-8")
+    path.chmod(0o755)
+    return path

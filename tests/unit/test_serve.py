@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from eagle.config import Config
 from eagle.serve.command import MODULE, serve_command, serve_line, serve_script
+from tests.toys import write_program
 
 TARGET = Path("/models/My Target")
-SPY = "#!{python}\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+SPY = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
 
 
 def option(command: list[str], name: str) -> str:
@@ -57,9 +57,7 @@ def test_the_line_can_be_pasted() -> None:
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     """serve.sh in a folder whose name has a space, a quote, a double quote, a dollar and a non-ASCII letter."""
-    spy = tmp_path / "py thon"
-    spy.write_text(SPY.format(python=sys.executable))
-    spy.chmod(0o755)
+    spy = write_program(tmp_path / "py thon", SPY)
     folder = tmp_path / "it's \"my\" $bündle"
     folder.mkdir()
     (folder / "serve.sh").write_text(serve_script(TARGET, spy, Config(), 4, cpu=True))

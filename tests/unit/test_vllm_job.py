@@ -21,25 +21,25 @@ from eagle.errors import ConfigError, PreflightError, StepFailed
 from eagle.target import vllm, vllm_worker
 from eagle.target.generate import Request
 from eagle.target.vllm import VllmJob, find_vllm, require_vllm, run_vllm, vllm_build, worker_environment
+from tests.toys import write_program
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT / ".venv-vllm" / "bin" / "python"
 
 # Called as the interpreter is: FAKE -P WORKER JOB OUT. What it does is in MODEL/behaviour.json.
 FAKE = """\
-#!{python}
 import importlib.util, json, os, pathlib, subprocess, sys, time
 if sys.argv[3] == "--version":
-    print(json.dumps({{"version": "9.9", "cpu": True}})); sys.exit()
+    print(json.dumps({"version": "9.9", "cpu": True})); sys.exit()
 flag, worker, job_path, out = sys.argv[1:]
 job = json.loads(pathlib.Path(job_path).read_text())
 model = pathlib.Path(job["model"])
 does = json.loads((model / "behaviour.json").read_text())
-(model / "seen.json").write_text(json.dumps({{"env": dict(os.environ), "cwd": os.getcwd(), "flag": flag, "job": job}}))
+(model / "seen.json").write_text(json.dumps({"env": dict(os.environ), "cwd": os.getcwd(), "flag": flag, "job": job}))
 def say(**fields): print(json.dumps(fields), flush=True)
 if "spawn" in does:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    (model / "pids").write_text(f"{{os.getpid()}} {{child.pid}}")
+    (model / "pids").write_text(f"{os.getpid()} {child.pid}")
 if "bind" in does:
     spec = importlib.util.spec_from_file_location("worker", worker)
     module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
@@ -57,10 +57,10 @@ for wave, first in enumerate(range(0, len(requests) - does.get("lose", 0), size)
     with open(out, "a") as stream:
         for at, request in enumerate(part):
             ids = request["prompt"][::-1][:request["max_tokens"]]; tokens += len(ids)
-            stream.write(json.dumps({{"index": first + at, "tokens": ids, "finish": does.get("finish", "length")}}) + "\\n")
+            stream.write(json.dumps({"index": first + at, "tokens": ids, "finish": does.get("finish", "length")}) + "\\n")
     say(event="progress", answers=first + 0.5, tokens=tokens)
     say(event="wave", index=wave, first=first, count=len(part), answers=first + len(part), tokens=tokens)
-counters = {{"drafts": 4, "draft_tokens": 12, "accepted": 6, "accepted_by_position": [4, 2, 0]}} if job["speculative"] else None
+counters = {"drafts": 4, "draft_tokens": 12, "accepted": 6, "accepted_by_position": [4, 2, 0]} if job["speculative"] else None
 if "die" in does: os.kill(os.getpid(), does["die"])
 say(event="done", seconds=0.5, counters=counters)
 """
@@ -72,8 +72,7 @@ def project(tmp_path: Path) -> Path:
     root = tmp_path / "my prøject"
     python = root / ".venv-vllm" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(FAKE.format(python=sys.executable))
-    python.chmod(0o755)
+    write_program(python, FAKE)
     (root / "model").mkdir()
     return root
 
