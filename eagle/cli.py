@@ -157,10 +157,13 @@ def registry_history(context: typer.Context, profile: ProfileOption = None, over
 
     config, root, _ = _load(context, profile, overrides)
     store, model = open_store(config, root), model_name(config)
-    for decision in decisions(store, model):
+    decided, moved = decisions(store, model), moves(store, model)
+    if not decided and not moved:
+        sys.stdout.write(f"no version of {model} is registered yet; next: make run\n")
+    for decision in decided:
         failed = ", ".join(f"{r['name']} {r['value']} (bound {r['bound']})" for r in decision.reasons if not r["ok"])
         sys.stdout.write(f"{decision.at}  gate  version {decision.version}  {decision.verdict}  {failed}\n")
-    for move in moves(store, model):
+    for move in moved:
         sys.stdout.write(f"{_said(move)}\n")
 
 

@@ -105,13 +105,17 @@ def write_manifest(folder: Path, step: str, parts: dict[str, Any]) -> dict[str, 
     return manifest
 
 
+_FIELDS: dict[str, type] = {"key": str, "content_hash": str, "parts": dict, "files": list}
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the folder's manifest, or None when there is none or it is unreadable."""
     try:
         content = read_json(folder / MANIFEST)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError):
         return None
-    return content if isinstance(content, dict) and "key" in content and "files" in content else None
+    whole = isinstance(content, dict) and all(isinstance(content.get(name), kind) for name, kind in _FIELDS.items())
+    return content if whole else None
 
 
 def missing_file(folder: Path, manifest: dict[str, Any]) -> str | None:

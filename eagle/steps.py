@@ -139,13 +139,19 @@ def key_parts(step: Step, config: Config, root: Path, base: Path) -> dict[str, A
     }
 
 
+WORK_KEY = "key.json"
+
+
 def status(step: Step, config: Config, root: Path, base: Path) -> Status:
     """Compare the folder's manifest with what a run would be made of now. Reads hashes, imports nothing heavy."""
     parts = key_parts(step, config, root, base)
     found = manifest.read_manifest(base / step.name)
     if found is None:
-        resumable = (base / f"{step.name}.work").is_dir()
-        return Status(False, "interrupted, will resume" if resumable else "not made yet", parts)
+        work = base / f"{step.name}.work"
+        if _work_key(work) != manifest.hash_json(parts):
+            return Status(False, "not made yet", parts)
+        kept = any(path.name != WORK_KEY for path in work.iterdir())
+        return Status(False, "interrupted, will resume" if kept else "interrupted, nothing to resume from yet", parts)
     if found["key"] == manifest.hash_json(parts):
         gone = manifest.missing_file(base / step.name, found)
         return Status(gone is None, f"file changed or gone: {gone}" if gone else "up to date", parts)
@@ -224,16 +230,19 @@ def _work_folder(base: Path, name: str, parts: dict[str, Any]) -> Path:
     """Return BASE/NAME.work; what it holds is kept only if it was made for the same key."""
     work = base / f"{name}.work"
     key = manifest.hash_json(parts)
-    marker = work / "key.json"
-    try:
-        same = manifest.read_json(marker) == key
-    except (OSError, ValueError):
-        same = False
-    if not same:
+    if _work_key(work) != key:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
-        manifest.write_json(marker, key)
+        manifest.write_json(work / WORK_KEY, key)
     return work
+
+
+def _work_key(work: Path) -> Any:
+    """Return the key that a work folder was made for, None when it says none."""
+    try:
+        return manifest.read_json(work / WORK_KEY)
+    except (OSError, ValueError):
+        return None
 
 
 def _publish(partial: Path, final: Path, old: Path) -> None:

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
             wait_for_api()
             value = retrain(wanted.profile, list(wanted.overrides), wanted.run_id, wanted.force)
     except StepExit as error:  # its own message stands above already
-        say(f"step {error.step} failed; the same command continues there")
+        say(f"step {error.step} failed; the same command, with the cause mended, continues there")
         return error.exit_code
     except EagleError as error:
         say(f"error: {error}")

@@ -66,8 +66,10 @@ def prepare(profile: str = "default", overrides: tuple[str, ...] = (), run_id: s
     if profile.endswith((".yaml", ".yml")) and Path(profile).is_file():
         profile = str(Path(profile).resolve())  # steps run in the project's folder
     name = run_id or Path(profile).stem
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ConfigError(f"run id '{name}': letters, digits, '.', '_' and '-' only; it names a folder under {config.paths.runs}/")
+    if not re.fullmatch(r"\w[\w.-]{0,99}", name):
+        raise ConfigError(
+            f"run id '{name[:100]}': up to 100 letters, digits, '.', '_' and '-' only; it names a folder under {config.paths.runs}/"
+        )
     return Launch(root, config, profile, tuple(overrides), name, force)
 
 
@@ -95,8 +97,19 @@ def preflight(launch: Launch) -> list[str]:
             raise PreflightError(
                 f"disk: {free:.1f} GiB free at {launch.base}, the run asks for {needed:g} GiB; free some or lower flow.min_free_gib"
             )
+    if "dataset" in stale:
+        _need_prompt_files(launch)
     _need_vllm(launch, stale)
     return stale
+
+
+def _need_prompt_files(launch: Launch) -> None:
+    for name in launch.config.dataset.prompt_files:
+        given = Path(name).expanduser()
+        path = given if given.is_absolute() else launch.root / given
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "not there"
+            raise ConfigError(f"dataset.prompt_files: {path} is {what}; give JSONL files, relative to {launch.root} or absolute")
 
 
 def _need_vllm(launch: Launch, stale: list[str]) -> None:

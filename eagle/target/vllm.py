@@ -166,7 +166,11 @@ def vllm_build(interpreter: Path) -> VllmBuild:
     if asked.returncode != 0:
         last = (asked.stderr.strip().splitlines() or ["no output"])[-1]
         raise PreflightError(f"vllm.interpreter: {interpreter} has no vLLM ({last}); {INSTALL}")
-    return VllmBuild(**json.loads(asked.stdout))
+    try:
+        said = json.loads(asked.stdout)
+        return VllmBuild(str(said["version"]), bool(said["cpu"]))
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise PreflightError(f"vllm.interpreter: {interpreter} is no Python with vLLM (it said no version); {INSTALL}") from None
 
 
 def worker_environment(private: Path, root: Path) -> dict[str, str]:

@@ -203,6 +203,11 @@ class Trainer:
                 if step % self.config.checkpoint_every == 0 or step % self.config.eval_every == 0 or self.pace.done:
                     self._timed(self._checkpoint)
                 track.advance(1, note)
+        if self.pace.step < self.pace.total:
+            say(
+                f"distill: the budget of {self.config.max_minutes:g} min (distill.max_minutes) was spent after {self.pace.step} of "
+                f"{self.pace.total} steps"
+            )
         if self.state.validated != self.pace.step:  # a resumed run that had nothing left to do
             self._validate()
             self._checkpoint()

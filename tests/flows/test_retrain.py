@@ -108,6 +108,7 @@ def test_a_step_that_refuses_is_not_retried_and_its_exit_code_stands(project: Pa
         (["--set", "distill.lerning_rate=1"], 2, "closest: 'distill.learning_rate'"),
         (["--profile", "tny"], 2, "no profile 'tny'"),
         (["--run-id", "../x"], 2, "run id"),
+        (["--run-id", "x" * 300], 2, "run id"),
         (["--set", "flow.min_free_gib=1000000", "--run-id", "full"], 5, "flow.min_free_gib"),
         (["--nonsense"], 2, "--nonsense"),
     ],
@@ -151,6 +152,32 @@ def test_an_interpreter_without_vllm_is_told_before_the_start(project: Path, mon
     wanted = launch.prepare(overrides=("bundle.validate_in_vllm=true", f"vllm.interpreter={here}"), run_id="notvllm")
     wanted.base.mkdir(parents=True)
     with pytest.raises(PreflightError, match=r"vllm\.interpreter: .* has no vLLM"):
+        launch.preflight(wanted)
+
+
+@pytest.mark.parametrize(("content", "words"), [("exit 0", "is no Python with vLLM"), ("echo '{}'", "is no Python with vLLM")])
+def test_a_program_that_is_no_python_is_refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, words: str
+) -> None:
+    monkeypatch.chdir(project)
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{content}\n")
+    program.chmod(0o755)
+    wanted = launch.prepare(overrides=("bundle.validate_in_vllm=true", f"vllm.interpreter={program}"), run_id="nopython")
+    wanted.base.mkdir(parents=True, exist_ok=True)
+    with pytest.raises(PreflightError, match=words):
+        launch.preflight(wanted)
+
+
+@pytest.mark.parametrize(("name", "words"), [("nowhere.jsonl", "is not there"), ("profiles", "is a folder")])
+def test_prompt_files_are_looked_for_before_the_start(
+    project: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.chdir(project)
+    (project / "profiles").mkdir(exist_ok=True)
+    wanted = launch.prepare(overrides=(f"dataset.prompt_files=[{name}]",), run_id="noprompts")
+    wanted.base.mkdir(parents=True, exist_ok=True)
+    with pytest.raises(ConfigError, match=words):
         launch.preflight(wanted)
 
 

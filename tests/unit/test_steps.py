@@ -140,3 +140,30 @@ def test_an_altered_file_is_found_by_hash(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("abd", encoding="utf-8")
     assert manifest.missing_file(tmp_path, made) is None
     assert manifest.altered_file(tmp_path, made) == "x"
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("damage", ["content_hash", "parts", "files"])
+def test_a_damaged_manifest_means_not_made(tmp_path: Path, damage: str) -> None:
+    config = Config()
+    assert steps.run_step("first", config, ROOT, tmp_path)
+    path = tmp_path / "first" / "manifest.json"
+    content = json.loads(path.read_text())
+    del content[damage]
+    path.write_text(json.dumps(content))
+    assert steps.status(steps.STEPS["first"], config, ROOT, tmp_path).reason == "not made yet"
+    assert steps.status(steps.STEPS["second"], config, ROOT, tmp_path).reason == "not made yet"
+    assert steps.run_step("first", config, ROOT, tmp_path)
+
+
+@pytest.mark.usefixtures("table")
+def test_only_work_for_the_same_key_is_promised_to_go_on(tmp_path: Path) -> None:
+    config, step = Config(), steps.STEPS["first"]
+    parts = steps.key_parts(step, config, ROOT, tmp_path)
+    (tmp_path / "first.work").mkdir()
+    assert steps.status(step, config, ROOT, tmp_path).reason == "not made yet"
+    (tmp_path / "first.work" / steps.WORK_KEY).write_text(json.dumps(manifest.hash_json(parts)))
+    assert steps.status(step, config, ROOT, tmp_path).reason == "interrupted, nothing to resume from yet"
+    (tmp_path / "first.work" / "state.json").write_text("{}")
+    assert steps.status(step, config, ROOT, tmp_path).reason == "interrupted, will resume"
+    assert steps.status(step, changed(dataset={"shipped_prompts": 7}), ROOT, tmp_path).reason == "not made yet"
