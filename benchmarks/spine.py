@@ -20,10 +20,11 @@ import torch
 
 from benchmarks.figures import ROOT, Figure, Measured
 from eagle import manifest
-from eagle.config import Config, load_config
+from eagle.config import Config
 from eagle.dataset.read import load_rows
 from eagle.decode.engine import Engine
 from eagle.draft.io import load_draft
+from eagle.profiles import load_config
 from eagle.target.generate import Request
 from eagle.target.load import load_target, load_tokenizer, setup_torch, target_dims
 from eagle.target.resolve import demo_folder
@@ -231,7 +232,7 @@ def draft_cost() -> Measured:
 
 
 TRIED = (
-    "tried: 1,562 training rows, a 12,288-token draft vocabulary, 280 steps at depth 1 and 100 at depth 3 (19 minutes: 1.668 own / "
+    "tried: 1,674 prompts, a 12,288-token draft vocabulary, 280 steps at depth 1 and 100 at depth 3 (19 minutes: 1.668 own / "
     "1.498 MT-bench); 2,116 rows, 8,192 tokens, 300 and 123 steps (1.72 / 1.52); policy at learning rate 2e-4 with half the "
     "rollouts at T=1 (replayed 1.765 -> 1.722, rolled back) and at 5e-5 with T=0 only (1.765 -> 1.768); Muon instead of AdamW for "
     "the matrices at equal time (replayed 1.713 against 1.765). Position 1 stays at .43 to .47 whatever the depth: more data and "

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle import __version__
-from eagle.config import Config, load_config, project_root
+from eagle.config import Config
 from eagle.errors import EagleError
+from eagle.profiles import load_config, project_root
 from eagle.progress import say
 from eagle.signals import leave
 

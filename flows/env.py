@@ -11,8 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from eagle.config import project_root
 from eagle.errors import ConfigError
+from eagle.profiles import project_root
 from eagle.progress import say
 
 _TERMINAL = "EAGLE_FLOW_TERMINAL"

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from eagle.config import Config, load_config, project_root
+from eagle.config import Config
 from eagle.errors import BusyError, ConfigError, PreflightError
+from eagle.profiles import load_config, project_root
 from eagle.steps import CODE_ROOT, STEPS, status
 
 GIB = 1 << 30
@@ -98,18 +99,12 @@ def preflight(launch: Launch) -> list[str]:
                 f"disk: {free:.1f} GiB free at {launch.base}, the run asks for {needed:g} GiB; free some or lower flow.min_free_gib"
             )
     if "dataset" in stale:
-        _need_prompt_files(launch)
+        from eagle.dataset.readers import find_prompt_file
+
+        for name in launch.config.dataset.prompt_files:
+            find_prompt_file(launch.root, name)
     _need_vllm(launch, stale)
     return stale
-
-
-def _need_prompt_files(launch: Launch) -> None:
-    for name in launch.config.dataset.prompt_files:
-        given = Path(name).expanduser()
-        path = given if given.is_absolute() else launch.root / given
-        if not path.is_file():
-            what = "a folder" if path.is_dir() else "not there"
-            raise ConfigError(f"dataset.prompt_files: {path} is {what}; give JSONL files, relative to {launch.root} or absolute")
 
 
 def _need_vllm(launch: Launch, stale: list[str]) -> None:
@@ -117,14 +112,13 @@ def _need_vllm(launch: Launch, stale: list[str]) -> None:
     from eagle.target.vllm import find_vllm, vllm_build
 
     config = launch.config
-    may_use = {"dataset": config.dataset.backend != "transformers", "bundle": config.bundle.validate_in_vllm}
-    if not any(uses and name in stale for name, uses in may_use.items()):
-        return
+    required = {"dataset": config.dataset.backend == "vllm", "bundle": config.bundle.validate_in_vllm}
     interpreter = find_vllm(config.vllm, launch.root)
-    if interpreter is not None:
-        vllm_build(interpreter)
-    elif may_use["bundle"] and "bundle" in stale or config.dataset.backend == "vllm" and "dataset" in stale:
+    if interpreter is None and any(required.get(name) for name in stale):
         raise PreflightError(
             "vLLM not found: no python in vllm.interpreter, .venv-vllm or this environment imports vllm; run `make run` once, set "
             "vllm.interpreter, or go without: --set bundle.validate_in_vllm=false (never champion then)"
         )
+    used = required | {"dataset": config.dataset.backend != "transformers"}
+    if interpreter is not None and any(used.get(name) for name in stale):
+        vllm_build(interpreter)

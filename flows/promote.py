@@ -8,7 +8,7 @@ from typing import Any
 from prefect import flow
 from prefect.logging import get_run_logger
 
-from eagle.config import load_config, project_root
+from eagle.profiles import load_config, project_root
 from eagle.registry import promote as aliases
 from eagle.registry.client import open_store
 from eagle.registry.step import model_name

@@ -31,6 +31,15 @@ class BadRow(Exception):
     """A row that cannot be used; the message is the reason that goes to the quarantine."""
 
 
+def find_prompt_file(root: Path, name: str) -> Path:
+    """Return the path of an entry of dataset.prompt_files, relative to `root` or absolute. ConfigError when it is no file."""
+    path = root / name
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else f"not there{_sibling(path)}"
+        raise ConfigError(f"dataset.prompt_files: no file {path}: it is {what}; give a JSONL file, relative to {root} or absolute")
+    return path
+
+
 def read_prompt_file(path: Path, name: str, max_prompt_tokens: int, quarantine: Quarantine) -> list[Prompt]:
     """Return the usable prompts of one JSONL file in row order; the other rows go to `quarantine`.
 

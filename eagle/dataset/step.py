@@ -16,10 +16,10 @@ from eagle.dataset.duplicates import Deduplicated, drop_duplicates
 from eagle.dataset.prompts import Prompt, Split
 from eagle.dataset.quarantine import Quarantine
 from eagle.dataset.read import Row, write_shards
-from eagle.dataset.readers import read_prompt_file, sample_prompts
+from eagle.dataset.readers import find_prompt_file, read_prompt_file, sample_prompts
 from eagle.dataset.selfprompt import self_prompt_requests, self_prompts
 from eagle.dataset.shipped import pick_shipped, read_templates
-from eagle.errors import ConfigError, DataError
+from eagle.errors import DataError
 from eagle.progress import say
 from eagle.steps import StepContext
 from eagle.target.generate import choose_backend, generate
@@ -71,9 +71,7 @@ def _gather(context: StepContext, target: Path, tokenizer: PreTrainedTokenizerBa
     config, section = context.config, context.config.dataset
     prompts: list[Prompt] = []
     for name in section.prompt_files:
-        path = context.root / name
-        if not path.is_file():
-            raise ConfigError(f"dataset.prompt_files: no file {path}; give a JSONL file, relative to {context.root} or absolute")
+        path = find_prompt_file(context.root, name)
         shown = path.name if Path(name).is_absolute() else name  # outputs hold no absolute path
         found = read_prompt_file(path, shown, section.max_prompt_tokens, quarantine)
         prompts += sample_prompts(found, section.file_prompts, config.runtime.seed)

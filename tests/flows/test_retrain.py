@@ -155,9 +155,9 @@ def test_an_interpreter_without_vllm_is_told_before_the_start(project: Path, mon
         launch.preflight(wanted)
 
 
-@pytest.mark.parametrize(("content", "words"), [("exit 0", "is no Python with vLLM"), ("echo '{}'", "is no Python with vLLM")])
+@pytest.mark.parametrize("content", ["exit 0", "echo '{}'"])
 def test_a_program_that_is_no_python_is_refused(
-    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, words: str
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str
 ) -> None:
     monkeypatch.chdir(project)
     program = tmp_path / "python"
@@ -165,7 +165,7 @@ def test_a_program_that_is_no_python_is_refused(
     program.chmod(0o755)
     wanted = launch.prepare(overrides=("bundle.validate_in_vllm=true", f"vllm.interpreter={program}"), run_id="nopython")
     wanted.base.mkdir(parents=True, exist_ok=True)
-    with pytest.raises(PreflightError, match=words):
+    with pytest.raises(PreflightError, match="is no Python with vLLM"):
         launch.preflight(wanted)
 
 

@@ -9,8 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle.config import Config, load_config, project_root
+from eagle.config import Config
 from eagle.errors import ConfigError
+from eagle.profiles import load_config, project_root
 
 ROOT = Path(__file__).parents[2]
 

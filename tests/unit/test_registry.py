@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from eagle import manifest
-from eagle.config import Config, load_config
+from eagle.config import Config
 from eagle.errors import BusyError, ConfigError, GateRejected, PreflightError, StepFailed
+from eagle.profiles import load_config
 from eagle.registry import client, promote, remeasure
 from eagle.registry import step as register
 from eagle.registry.client import Store, by_alias, download_artifacts, fetch_version, open_store
@@ -230,7 +231,7 @@ def test_a_run_never_stays_open(root: Path, error: BaseException, status: str) -
 
 def test_sigterm_ends_the_run_as_killed(root: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from eagle.config import load_config; from eagle.registry import client\n"
+        "import sys, time; from pathlib import Path; from eagle.profiles import load_config; from eagle.registry import client\n"
         "root = Path(sys.argv[1]); store = client.open_store(load_config(root), root)\n"
         "with client.tracked_run(store, 'n', {}):\n    print('open', flush=True); time.sleep(60)\n"
     )

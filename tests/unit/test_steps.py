@@ -10,9 +10,10 @@ import pytest
 from filelock import FileLock
 
 from eagle import manifest, steps
-from eagle.config import Config, load_config
+from eagle.config import Config
 from eagle.errors import BusyError, ConfigError, StepFailed
 from eagle.plan import make_plan
+from eagle.profiles import load_config
 
 ROOT = Path(__file__).parents[2]
 calls: list[str] = []
