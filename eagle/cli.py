@@ -80,7 +80,7 @@ def _base(root: Path, config: Config, profile: str, given: Path | None) -> Path:
 @app.command()
 def step(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="dataset, distill, policy, tune, bench, bundle or register.")],
+    name: Annotated[str, typer.Argument(help="dataset, distill, policy, tune, bench, bundle or register; by hand: rivals.")],
     folder: DirOption = None,
     force: Annotated[bool, typer.Option("--force", help="Run even when up to date.")] = False,
     profile: ProfileOption = None,

@@ -7,6 +7,18 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DType = Literal["float32", "bfloat16"]
+Method = Literal[
+    "none",
+    "ngram",
+    "lookahead",
+    "medusa",
+    "eagle2",
+    "eagle31-distilled",
+    "eagle31",
+    "eagle31-tree",
+    "eagle31-pid",
+    "eagle31-chunks",
+]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 
@@ -197,13 +209,52 @@ class BenchConfig(Section):
     prompts: PositiveInt = Field(8, description="held-out prompts")
     max_new_tokens: PositiveInt = 48
     batch_sizes: list[PositiveInt] = Field(default_factory=lambda: [1, 8], min_length=1)
-    draft_tokens: list[Annotated[int, Field(ge=1, le=16)]] = Field(
-        default_factory=lambda: [3], min_length=1, description="draft lengths K that are measured"
+    methods: list[Method] = Field(
+        default_factory=lambda: list[Method](["eagle31"]), min_length=1, description="what is compared with no speculation"
     )
+    draft_tokens: list[Annotated[int, Field(ge=1, le=16)]] = Field(
+        default_factory=lambda: [3], min_length=1, description="draft lengths K at which chains of a fixed length are measured"
+    )
+    max_draft_tokens: Annotated[int, Field(ge=1, le=16)] = Field(8, description="largest K of the methods that choose it")
+    tree_depth: Annotated[int, Field(ge=1, le=8)] = Field(4, description="levels of the tree methods")
+    tree_top_k: Annotated[int, Field(ge=1, le=16)] = Field(4, description="nodes expanded per level of a dynamic tree")
+    tree_nodes: Annotated[int, Field(ge=1, le=64)] = Field(12, description="tree nodes verified per round")
     temperatures: list[Annotated[float, Field(ge=0.0, le=5.0)]] = Field(default_factory=lambda: [0.0, 1.0], min_length=1)
     rounds: Annotated[int, Field(ge=2)] = Field(3, description="interleaved repeats (A B A B ...)")
     dtype: DType = Field("bfloat16", description="dtype of the timed runs; equality is always checked in fp32")
     equality_prompts: PositiveInt = Field(8, description="prompts of the fp32 greedy equality check")
+
+
+class RivalsConfig(Section):
+    """Our implementations of rival drafts, trained by hand for the comparison: `eagle step rivals`. The rest is as in distill."""
+
+    medusa_heads: Annotated[int, Field(ge=1, le=8)] = Field(4, description="heads, one further token each")
+    medusa_nodes: Annotated[int, Field(ge=1, le=64)] = Field(16, description="nodes of the tree that the heads' tokens form")
+    medusa_steps: PositiveInt = Field(1200, description="optimiser steps")
+    medusa_minutes: Annotated[float, Field(gt=0.0)] = Field(9.0, description="budget of training time, as distill.max_minutes")
+    medusa_learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-3
+    eagle2_steps: PositiveInt = Field(1200, description="optimiser steps")
+    eagle2_minutes: Annotated[float, Field(gt=0.0)] = Field(9.0, description="budget of training time, as distill.max_minutes")
+    eagle2_feature_weight: Annotated[float, Field(ge=0.0)] = Field(
+        1.0, description="weight of the distance between the draft's and the target's states; the cross-entropy's is 1"
+    )
+
+
+class ControlConfig(Section):
+    """The controllers of the draft length; see `eagle.decode.control.ControlSettings`, whose defaults these are."""
+
+    memory: Annotated[float, Field(ge=1.0)] = Field(32.0, description="rounds that the survival estimate remembers")
+    prior_acceptance: Fraction = Field(0.6, description="per-token acceptance before any evidence")
+    beta: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.2, description="smoothing of the hit rate, the PID's measured variable")
+    kp: Annotated[float, Field(ge=0.0)] = Field(2.0, description="draft tokens per unit of hit rate")
+    ki: Annotated[float, Field(ge=0.0)] = 0.25
+    kd: Annotated[float, Field(ge=0.0)] = Field(0.5, description="acts on the measurement")
+    trim_limit: Annotated[float, Field(ge=0.0)] = Field(1.0, description="bound of the PID's correction, draft tokens")
+    dead_band: Annotated[float, Field(ge=0.5, lt=1.0)] = Field(0.75, description="change of the trim that moves K, draft tokens")
+    surprise: Annotated[float, Field(gt=0.0)] = Field(0.3, description="deviation of the hit rate that makes it forget")
+    speculation_margin: Annotated[float, Field(ge=0.0)] = Field(0.02, description="gain promised before speculation begins")
+    probe_every: PositiveInt = Field(16, description="rounds without speculation before it is tried again")
+    probe_budget: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.01, description="share of the time that probes may cost")
 
 
 class BundleConfig(Section):
@@ -262,6 +313,8 @@ class Config(Section):
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     tune: TuneConfig = Field(default_factory=TuneConfig)
     bench: BenchConfig = Field(default_factory=BenchConfig)
+    rivals: RivalsConfig = Field(default_factory=RivalsConfig)
+    control: ControlConfig = Field(default_factory=ControlConfig)
     bundle: BundleConfig = Field(default_factory=BundleConfig)
     register_: RegisterConfig = Field(default_factory=RegisterConfig, alias="register")
     flow: FlowConfig = Field(default_factory=FlowConfig)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from filelock import FileLock, Timeout
 
 from eagle import manifest
-from eagle.config import Config
+from eagle.config import Config, DistillConfig
 from eagle.errors import BusyError, ConfigError, StepFailed, closest
 from eagle.progress import say
 from eagle.target.resolve import target_fingerprint
@@ -77,6 +77,8 @@ _TRAIN = (
     *(f"eagle/train/{name}.py" for name in ("batches", "checkpoint", "features", "objectives", "schedule", "validate")),
 )
 _POLICY_READS = ("distill.top_k", "distill.autocast", "distill.betas", "distill.min_learning_rate_ratio")
+_DISTILL_ONLY = ("stages", "max_minutes", "step_decay")  # what the rivals do not share with the draft
+_RIVALS_READ = tuple(f"distill.{key}" for key in DistillConfig.model_fields if key not in _DISTILL_ONLY)
 
 # fmt: off
 STEPS: dict[str, Step] = {
@@ -90,12 +92,20 @@ STEPS: dict[str, Step] = {
              (*_TRAIN, "eagle/train/distill.py", "eagle/train/rollout.py", "eagle/train/policy.py")),
         Step("tune", "eagle.bench.tune:run", ("target", "tune"), ("policy",),
              ("eagle/bench/tune.py", "eagle/decode", *_MODEL)),
-        Step("bench", "eagle.bench.step:run", ("target", "bench"), ("dataset", "policy", "tune"),
+        Step("bench", "eagle.bench.step:run", ("target", "bench", "control"), ("dataset", "policy", "tune"),
              ("eagle/bench", "eagle/decode", _ROWS, *_MODEL)),
         Step("bundle", "eagle.bundle.step:run", ("target", "vllm", "bundle"), ("dataset", "policy", "bench"),
              ("eagle/bundle", "eagle/bench/measure.py", "eagle/decode", "eagle/serve", _ROWS, *_MODEL)),
         Step("register", "eagle.registry.step:run", ("target", "register"), ("dataset", "distill", "policy", "bench", "bundle"),
              ("eagle/registry", "eagle/bundle", "eagle/serve", "eagle/target")),
+    )
+}
+# Run by hand only (`eagle step NAME --dir RUN`): not in the flow, the plan or dvc.yaml.
+OPTIONAL_STEPS: dict[str, Step] = {
+    step.name: step
+    for step in (
+        Step("rivals", "eagle.train.rivals:run", ("target", "draft.vocab_size", "rivals", *_RIVALS_READ), ("dataset",),
+             (*_TRAIN, "eagle/train/distill.py", "eagle/train/medusa.py", "eagle/train/rivals.py", "eagle/decode/medusa.py")),
     )
 }
 # fmt: on
@@ -111,10 +121,13 @@ class Status:
 
 
 def get_step(name: str) -> Step:
-    """Return the step called `name`; ConfigError names the closest one when there is none."""
-    if name not in STEPS:
-        raise ConfigError(f"no step '{name}'{closest(name, STEPS)}; steps: {', '.join(STEPS)}")
-    return STEPS[name]
+    """Return the step called `name`, of the flow or by hand; ConfigError names the closest one when there is none."""
+    table = STEPS | OPTIONAL_STEPS
+    if name not in table:
+        raise ConfigError(
+            f"no step '{name}'{closest(name, table)}; steps: {', '.join(STEPS)}; by hand only: {', '.join(OPTIONAL_STEPS)}"
+        )
+    return table[name]
 
 
 def key_parts(step: Step, config: Config, root: Path, base: Path) -> dict[str, Any]:

@@ -97,6 +97,26 @@ def add_rms_norm(
     return eager.add_rms_norm(x, residual, weight, eps)
 
 
+def rejection(
+    draft: Tensor, q_chosen: Tensor, q: Tensor | None, p: Tensor, ids: Tensor | None, accept_uniform: Tensor, token_uniform: Tensor,
+    *, backend: Backend | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Chain rejection sampling of draft [n, K]: return (accepted [n], following [n]), int64; see `eager.rejection`.
+
+    Kernel and eager form add in different orders: where a uniform is within float64 rounding of the edge between two
+    tokens, they may return either.
+    """
+    if p.is_cuda and not torch.compiler.is_compiling() and (backend or _settings.get().backend) == "auto":
+        kernel = _kernel("rejection")
+        if kernel is not None:
+            reason = kernel.supports(draft, q_chosen, q, p)
+            if reason is None:
+                result: tuple[Tensor, Tensor] = kernel.rejection(draft, q_chosen, q, p, ids, accept_uniform, token_uniform)
+                return result
+            _say_once(f"rejection: {reason}; the eager form runs")
+    return eager.rejection(draft, q_chosen, q, p, ids, accept_uniform, token_uniform)
+
+
 @functools.cache
 def _kernel(name: str) -> Any:
     """Return the module of a Triton kernel, or None where triton cannot be imported (said once in the log)."""

@@ -34,6 +34,41 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     return functional.rms_norm(wide, weight.shape, weight.to(wide.dtype), eps).to(total.dtype), total
 
 
+def rejection(
+    draft: Tensor, q_chosen: Tensor, q: Tensor | None, p: Tensor, ids: Tensor | None, accept_uniform: Tensor, token_uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Chain rejection sampling of draft [n, K] (int64, target ids); returns (accepted [n] 0..K, following [n]), int64.
+
+    `q_chosen` [n, K]: the draft's probability of each token; `q` [n, K, Vd]: its distributions, over the tokens `ids` [Vd]
+    (None = the target's vocabulary), or None for a deterministic draft (1 at the token). `p` [n, K+1, V] or [n, K, V]: the
+    target's. Token i is accepted when accept_uniform [n, K] < min(1, p/q). The token after the accepted ones is drawn from
+    (p - q)+ at the first rejection (p where that has no mass), or from p after all K, by inversion of the number of
+    token_uniform [n, K+1] (or [n, K]) at its place; -1 where p has no row for it. Uniforms are in [0, 1); sums are float64.
+    """
+    length, width = draft.shape[1], p.shape[1]
+    ratio = p[:, :length].gather(2, draft[:, :, None])[:, :, 0].double() / q_chosen.double()
+    accepted = (accept_uniform < ratio.clamp_(max=1.0)).long().cumprod(dim=1).sum(dim=1)
+    if not width:
+        return accepted, torch.full_like(accepted, -1)
+    rows = torch.arange(len(draft), device=draft.device)
+    at = accepted.clamp(max=width - 1)
+    weights = p[rows, at].double()
+    if length:
+        last = accepted.clamp(max=length - 1)
+        if q is None:
+            rest = weights.scatter(1, draft.gather(1, last[:, None]), 0.0)
+        elif ids is None:
+            rest = weights - q[rows, last]
+        else:
+            rest = weights.index_add(1, ids, q[rows, last].double(), alpha=-1)
+        rest.clamp_min_(0.0)
+        weights = torch.where((accepted < length)[:, None] & (rest.sum(dim=1, keepdim=True) > 0), rest, weights)
+    cumulative = weights.cumsum(dim=1)
+    aim = token_uniform.gather(1, at[:, None]).double() * cumulative[:, -1:]
+    following = torch.searchsorted(cumulative, aim, right=True)[:, 0]  # the first whose cumulative weight exceeds it
+    return accepted, following if width > length else torch.where(accepted < length, following, -1)
+
+
 def _norm(total: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the normed tensor [..., H] in the dtype of `total`, and 1/rms [..., 1] in the wide dtype."""
     if weight.shape != total.shape[-1:]:

@@ -6,14 +6,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle.bench.workload import Arm, Workload
-from eagle.decode.drafting import EagleDrafter
+from eagle.config import Method
+from eagle.decode.control import LengthPolicy
 from eagle.decode.engine import Engine
 from eagle.decode.stats import DecodeStats
 
@@ -46,6 +47,7 @@ class Timed:
         pairs = list(zip(self.stats, base.stats, strict=True))
         drafted = self.arm.draft_tokens > 0
         return {
+            "method": self.arm.method,
             "batch": self.arm.batch,
             "temperature": self.arm.temperature,
             "draft_tokens": self.arm.draft_tokens,
@@ -61,22 +63,39 @@ class Timed:
             "target_step_ms": spread([1e3 * s.target_step_seconds for s in self.stats], 3),
             "draft_step_ms": spread([1e3 * s.draft_step_seconds for s in self.stats], 3) if drafted else None,
             "acceptance_length": round(accepted.acceptance_length, 4) if drafted else None,
+            "mean_draft_tokens": round(accepted.mean_draft_tokens, 3) if drafted else None,
+            "lengths": {str(length): count for length, count in sorted(accepted.lengths.items())} if drafted else None,
+            "peak_logits_mib": round(max(s.peak_logits_bytes for s in self.stats) / 2**20, 3),
             "tokens": sum(s.tokens for s in self.stats),
         }
 
 
 def _pooled(stats: Sequence[DecodeStats]) -> DecodeStats:
-    """Add up the acceptance counters of several runs with one draft length."""
+    """Add up the acceptance counters of several runs of one arm."""
     total = DecodeStats()
     for run in stats:
         total.rounds += run.rounds
         total.drafted += run.drafted
         total.accepted += run.accepted
+        total.lengths += run.lengths
     return total
 
 
+class Players(Protocol):
+    """Who decodes for which arm (`eagle.bench.methods.Lab`)."""
+
+    def engine(self, method: Method) -> Engine:
+        """The engine of a method."""
+
+    def policy(self, arm: Arm) -> int | LengthPolicy:
+        """Its draft length, fixed or chosen each round."""
+
+    def prepare(self, arm: Arm, work: Workload, seed: int) -> None:
+        """Measure what the arm needs to know before it starts."""
+
+
 def race(
-    engine: Engine,
+    players: Players,
     work: Workload,
     arms: list[Arm],
     *,
@@ -93,17 +112,18 @@ def race(
     found = [Timed(arm, []) for arm in arms]
     short = min(8, max_new_tokens)
     for arm in arms:  # first calls allocate and, for a compiled draft, compile
-        engine.generate(
+        players.engine(arm.method).generate(
             work.window(0, arm.batch), max_new_tokens=short, draft_tokens=arm.draft_tokens, batch=arm.batch, ignore_eos=True
         )
+        players.prepare(arm, work, seed)
     for turn in range(rounds):
         prompts = work.window(turn, size)
         first = turn % len(arms)
         for timed in found[first:] + found[:first]:
-            result = engine.generate(
+            result = players.engine(timed.arm.method).generate(
                 prompts,
                 max_new_tokens=max_new_tokens,
-                draft_tokens=timed.arm.draft_tokens,
+                draft_tokens=players.policy(timed.arm),
                 temperature=timed.arm.temperature,
                 seed=seed + turn,
                 ignore_eos=True,
@@ -128,6 +148,7 @@ def acceptance(
         batch=arm.batch,
     ).stats
     return {
+        "method": arm.method,
         "temperature": arm.temperature,
         "draft_tokens": arm.draft_tokens,
         "acceptance_length": round(stats.acceptance_length, 4),
@@ -149,29 +170,33 @@ def cost_ratio(none: Timed, drafted: Timed) -> dict[str, Any]:
 
 
 def equality(
-    engine: Engine, prompts: list[list[int]], *, max_new_tokens: int, length: int, stop: AbstractSet[int]
+    players: Players, arms: Sequence[Arm], prompts: list[list[int]], *, max_new_tokens: int, stop: AbstractSet[int]
 ) -> dict[str, Any]:
-    """Compare greedy text with the draft, at batch 1 and in one ragged batch, to the target's own at batch 1.
+    """Compare each arm's greedy text to the target's own at batch 1.
 
-    The engine's target must be float32. A token is equal if it and all before it in its answer are; a first difference
+    The players' target must be float32. A token is equal if it and all before it in its answer are; a first difference
     is reported with its position and the gap between the target's two highest logits there: only a gap at the level of
     rounding (about 1e-5 and below) may be one.
     """
-    base = engine.generate(prompts, max_new_tokens=max_new_tokens, draft_tokens=0, stop=stop, batch=1).tokens
+    plain = players.engine("none")
+    base = plain.generate(prompts, max_new_tokens=max_new_tokens, draft_tokens=0, stop=stop, batch=1).tokens
     total = sum(len(tokens) for tokens in base)
-    found: dict[str, Any] = {"prompts": len(prompts), "tokens": total, "draft_tokens": length, "runs": [], "mismatches": []}
-    for batch in sorted({1, min(engine.batch, len(prompts))}):
-        result = engine.generate(prompts, max_new_tokens=max_new_tokens, draft_tokens=length, stop=stop, batch=batch)
+    found: dict[str, Any] = {"prompts": len(prompts), "tokens": total, "runs": [], "mismatches": []}
+    for arm in arms:
+        result = players.engine(arm.method).generate(
+            prompts, max_new_tokens=max_new_tokens, draft_tokens=players.policy(arm), stop=stop, batch=arm.batch
+        )
         equal = 0
+        told = {"method": arm.method, "batch": arm.batch}
         for index, (wanted, got) in enumerate(zip(base, result.tokens, strict=True)):
             same = common_prefix(wanted, got)
             equal += same
             if same < max(len(wanted), len(got)):
-                gap = logit_gap(engine.target, prompts[index] + wanted[:same])
-                place = {"batch": batch, "prompt": index, "position": same, "logit_gap": gap}
+                gap = logit_gap(plain.target, prompts[index] + wanted[:same])
+                place = {**told, "prompt": index, "position": same, "logit_gap": gap}
                 found["mismatches"].append({**place, "wanted": wanted[same : same + 1], "got": got[same : same + 1]})
-        run = {"batch": batch, "equal_tokens": equal / total, "acceptance_length": round(result.stats.acceptance_length, 4)}
-        found["runs"].append(run)
+        counted = {"equal_tokens": equal / total, "acceptance_length": round(result.stats.acceptance_length, 4)}
+        found["runs"].append({**told, "draft_tokens": arm.draft_tokens, **counted})
     found["equal_tokens"] = min(run["equal_tokens"] for run in found["runs"])
     return found
 
@@ -200,28 +225,29 @@ def memory(engine: Engine) -> dict[str, Any]:
     The embedding that the draft shares with the target counts as the target's.
     """
     drafter = engine.drafter
-    if not isinstance(drafter, EagleDrafter):
-        raise TypeError("memory is measured for an Eagle draft")
+    if drafter is None:
+        raise ValueError("an engine without a draft has no overhead")
     weights, kv = tensor_bytes(list(engine.target.parameters())), engine.store.bytes
     return {
         "target_weights_bytes": weights,
         "target_kv_bytes": kv,
         "draft_weights_bytes": drafter.weight_bytes,
-        "draft_kv_bytes": drafter.store.bytes,
+        "draft_kv_bytes": drafter.state_bytes,
         "batch": engine.batch,
         "max_length": engine.store.max_length,
-        "overhead": round((drafter.weight_bytes + drafter.store.bytes) / (weights + kv), 4),
+        "overhead": round((drafter.weight_bytes + drafter.state_bytes) / (weights + kv), 4),
     }
 
 
 def recommend(rows: list[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
-    """Return, per batch size, the draft length with the highest median speed-up, or 0 where none is above 1.
+    """Return, per batch size, the fixed draft length of the Eagle 3.1 chain with the highest median speed-up.
 
-    `sure` says whether it won every single turn.
+    It is what vLLM can be started with; 0 where none is above 1. `sure` says whether it won every single turn.
     """
     found = []
     for batch in sorted({row["batch"] for row in rows}):
-        drafted = [r for r in rows if r["batch"] == batch and r["temperature"] == temperature and r["draft_tokens"]]
+        at = [r for r in rows if r["batch"] == batch and r["temperature"] == temperature]
+        drafted = [r for r in at if r["method"] == "eagle31"]
         if not drafted:
             continue
         best = max(drafted, key=lambda row: row["speedup"]["median"])

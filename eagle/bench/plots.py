@@ -8,6 +8,8 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from eagle.bench.workload import arm_name
+
 _SIZE = (6.4, 4.0)
 _DPI = 150
 
@@ -26,7 +28,8 @@ def _acceptance(bench: dict[str, Any]) -> Figure:
     axes = figure.subplots()
     for entry in bench["acceptance"]:
         shares = entry["acceptance_by_position"]
-        label = f"T={entry['temperature']:g}, K={entry['draft_tokens']}: length {entry['acceptance_length']:.2f}"
+        name = arm_name(entry["method"], entry["draft_tokens"])
+        label = f"{name}, T={entry['temperature']:g}: length {entry['acceptance_length']:.2f}"
         axes.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
     longest = max((len(entry["acceptance_by_position"]) for entry in bench["acceptance"]), default=1)
     axes.set_xticks(range(1, longest + 1))
@@ -46,16 +49,15 @@ def _speed(bench: dict[str, Any]) -> Figure:
     temperature = bench["rows"][0]["temperature"]
     rows = [row for row in bench["rows"] if row["temperature"] == temperature]
     batches = sorted({row["batch"] for row in rows})
-    arms = sorted({row["draft_tokens"] for row in rows})
+    arms = list(dict.fromkeys((row["method"], row["draft_tokens"]) for row in rows))
     width = 0.8 / len(arms)
     for number, arm in enumerate(arms):
-        mine = {row["batch"]: row["tokens_per_second"] for row in rows if row["draft_tokens"] == arm}
+        mine = {row["batch"]: row["tokens_per_second"] for row in rows if (row["method"], row["draft_tokens"]) == arm}
         places = [batches.index(batch) + (number - (len(arms) - 1) / 2) * width for batch in mine]
         speeds = [value["median"] for value in mine.values()]
         below = [value["median"] - value["min"] for value in mine.values()]
         above = [value["max"] - value["median"] for value in mine.values()]
-        label = f"Eagle 3.1, K={arm}" if arm else "no speculation"
-        axes.bar(places, speeds, width, yerr=[below, above], capsize=3, label=label)
+        axes.bar(places, speeds, width, yerr=[below, above], capsize=3, label=arm_name(*arm))
     axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
     axes.set_xlabel("batch size")
     axes.set_ylabel("tokens/s (median; bars: min to max)")

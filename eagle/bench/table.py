@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eagle.bench.workload import LABELS, arm_name
+
 Bench = dict[str, Any]
 
 
@@ -19,16 +21,12 @@ def _range(value: dict[str, Any] | None, digits: int, unit: str = "") -> str:
     return f"{value['median']:.{digits}f}{unit} [{value['min']:.{digits}f}..{value['max']:.{digits}f}]"
 
 
-def _name(length: int) -> str:
-    return f"Eagle 3.1, K={length}" if length else "none"
-
-
 def render(bench: Bench, width: int = 118) -> str:
     """Return the table and the lines under it as plain text."""
     table = Table(title=Text(_title(bench)), title_justify="left", show_edge=False)
     for head in ("batch", "T", "speculation"):
         table.add_column(head, no_wrap=True)
-    for head in ("tokens/s", "speed-up", "TTFT ms", "ITL ms p50 / p95", "accepted"):
+    for head in ("tokens/s", "speed-up", "TTFT ms", "ITL ms p50 / p95", "accepted", "drafted"):
         table.add_column(head, justify="right", no_wrap=True)
     former = None
     for row in bench["rows"]:
@@ -39,12 +37,13 @@ def render(bench: Bench, width: int = 118) -> str:
         table.add_row(
             str(row["batch"]),
             f"{row['temperature']:g}",
-            _name(row["draft_tokens"]),
+            arm_name(row["method"], row["draft_tokens"]),
             _range(row["tokens_per_second"], 1),
             _range(row["speedup"], 2, "x"),
             f"{row['ttft_ms']['median']:.0f}",
             f"{row['itl_ms']['p50']:.1f} / {row['itl_ms']['p95']:.1f}",
             "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}",
+            "" if row["mean_draft_tokens"] is None else f"{row['mean_draft_tokens']:.1f}",
         )
     console = Console(file=io.StringIO(), width=width, color_system=None, markup=False)
     console.print(table)
@@ -66,15 +65,16 @@ def _notes(bench: Bench) -> list[str]:
     for entry in bench["acceptance"]:
         by_position = " ".join(f"{share:.2f}" for share in entry["acceptance_by_position"])
         lines.append(
-            f"acceptance length T={entry['temperature']:g} K={entry['draft_tokens']}: {entry['acceptance_length']:.2f}, "
-            f"bonus token included; by position {by_position} ({bench['prompts']} held-out prompts)"
+            f"acceptance length {arm_name(entry['method'], entry['draft_tokens'])}, T={entry['temperature']:g}: "
+            f"{entry['acceptance_length']:.2f}, "
+            f"bonus token included; by position {by_position} ({bench['prompts']} prompts)"
         )
     equal = bench["equality"]
-    batches = " and ".join(f"batch {run['batch']}" for run in equal["runs"])
+    batches = " and ".join(f"batch {batch}" for batch in sorted({run["batch"] for run in equal["runs"]}))
     lines.append(f"greedy equality, float32, {batches}: {100 * equal['equal_tokens']:.2f} % of {equal['tokens']} tokens")
     for miss in equal["mismatches"][:3]:
         lines.append(
-            f"  differs: batch {miss['batch']}, prompt {miss['prompt']}, token {miss['position']}, "
+            f"  differs: {miss['method']}, batch {miss['batch']}, prompt {miss['prompt']}, token {miss['position']}, "
             f"top-2 logit gap {miss['logit_gap']:.2e}"
         )
     cost, memory = bench["cost_ratio"], bench["memory"]
@@ -82,14 +82,16 @@ def _notes(bench: Bench) -> list[str]:
         lines.append(
             f"draft step / target step, batch {cost['batch']}: c = {cost['median']:.3f} [{cost['min']:.3f}..{cost['max']:.3f}]"
         )
-    lines.append(
-        f"memory overhead: {100 * memory['overhead']:.1f} % of the target's weights and KV cache "
-        f"({memory['batch']} x {memory['max_length']} tokens)"
-    )
+    if memory is not None:
+        shares = ", ".join(f"{LABELS[m]} {100 * share:.1f} %" for m, share in bench["memory_by_method"].items())
+        lines.append(
+            f"memory overhead, of the target's weights and KV cache ({memory['batch']} x {memory['max_length']} tokens): {shares}"
+        )
     for entry in bench["recommended"]:
+        name = arm_name("eagle31" if entry["draft_tokens"] else "none", entry["draft_tokens"])
         gain = f"{entry['speedup']:.2f}x" if entry["draft_tokens"] else "speculation does not pay"
         sure = "" if entry["sure"] else "; not in every turn"
-        lines.append(f"recommended at batch {entry['batch']}: {_name(entry['draft_tokens'])} ({gain}{sure})")
+        lines.append(f"recommended at batch {entry['batch']}: {name} ({gain}{sure})")
     return lines
 
 

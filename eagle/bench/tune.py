@@ -168,9 +168,7 @@ class Bench:
             self.hidden, self.vocab = network.spec.hidden_size, model.config.get_text_config().vocab_size
             for compiled, batch in itertools.product((c for name, c in wanted if name == dtype), batches):
                 room = PROMPT_TOKENS + self.new_tokens
-                self._engines[dtype, compiled, batch] = Engine(
-                    model, network, network.spec.aux_layers, max_length=room, batch=batch, compiled=compiled
-                )
+                self._engines[dtype, compiled, batch] = Engine(model, network, max_length=room, batch=batch, compiled=compiled)
         random = torch.Generator().manual_seed(config.runtime.seed)
         self._prompts = torch.randint(self.vocab, (max(batches), PROMPT_TOKENS), generator=random).tolist()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from eagle.config import Method
 from eagle.dataset.read import load_rows
 from eagle.errors import DataError
 from eagle.progress import say
@@ -31,16 +33,48 @@ class Workload:
 
 @dataclass(frozen=True, order=True)
 class Arm:
-    """One way to decode at one batch size and temperature; `draft_tokens` 0 is no speculation."""
+    """One way to decode at one batch size and temperature.
+
+    `draft_tokens`: K of a chain, the depth of a tree, the most that an adaptive method may draft; 0 for `none`.
+    """
 
     batch: int
     temperature: float
     draft_tokens: int
+    method: Method = "eagle31"
 
     @property
     def name(self) -> str:
-        """'none' or 'Eagle 3.1, K=...'."""
-        return f"Eagle 3.1, K={self.draft_tokens}" if self.draft_tokens else "none"
+        """As `arm_name`."""
+        return arm_name(self.method, self.draft_tokens)
+
+
+LABELS: dict[Method, str] = {
+    "none": "none",
+    "ngram": "n-gram (prompt lookup)",
+    "lookahead": "Lookahead",
+    "medusa": "Medusa",
+    "eagle2": "EAGLE-2",
+    "eagle31-distilled": "Eagle 3.1 (distilled)",
+    "eagle31": "Eagle 3.1",
+    "eagle31-tree": "Eagle 3.1, tree",
+    "eagle31-pid": "Eagle 3.1 + PID",
+    "eagle31-chunks": "Eagle 3.1 + batch-sequential",
+}
+_SIZES: dict[Method, str] = {
+    "lookahead": "depth",
+    "medusa": "depth",
+    "eagle2": "depth",
+    "eagle31-tree": "depth",
+    "eagle31-pid": "K<",
+    "eagle31-chunks": "K<",
+}
+
+
+def arm_name(method: Method, draft_tokens: int) -> str:
+    """Return e.g. 'none', 'Eagle 3.1, K=3', 'Medusa, depth=4', 'Eagle 3.1 + PID, K<=8'."""
+    label = LABELS[method]
+    return label if method == "none" else f"{label}, {_SIZES.get(method, 'K')}={draft_tokens}"
 
 
 def load_workload(dataset: Path, count: int) -> Workload:
@@ -57,14 +91,19 @@ def load_workload(dataset: Path, count: int) -> Workload:
     return Workload([row.prompt for row in picked], [row.id for row in picked], [row.kind for row in picked])
 
 
-def speed_arms(batches: list[int], lengths: list[int], temperatures: list[float]) -> list[list[Arm]]:
-    """Return the groups of arms that are timed against each other: no speculation first, then each draft length.
+def speed_arms(
+    batches: list[int], temperatures: list[float], methods: Sequence[Method], lengths: Callable[[Method], Sequence[int]]
+) -> list[list[Arm]]:
+    """Return the groups of arms that are timed against each other: no speculation first, then each method and length.
 
     Every batch size at the first temperature; further temperatures at the first batch size only (their acceptance is
-    measured for all draft lengths elsewhere), with the longest draft.
+    measured for all draft lengths elsewhere), each method with its longest draft.
     """
-    groups = [[Arm(batch, temperatures[0], k) for k in (0, *lengths)] for batch in batches]
-    return groups + [[Arm(batches[0], t, k) for k in (0, max(lengths))] for t in temperatures[1:]]
+    first = temperatures[0]
+    groups = [[Arm(b, first, 0, "none")] + [Arm(b, first, k, m) for m in methods for k in lengths(m)] for b in batches]
+    return groups + [
+        [Arm(batches[0], t, 0, "none")] + [Arm(batches[0], t, max(lengths(m)), m) for m in methods] for t in temperatures[1:]
+    ]
 
 
 def window_size(prompts: int, batch: int, rounds: int) -> int:

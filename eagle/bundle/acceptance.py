@@ -117,7 +117,7 @@ def _reference(
     draft = load_draft(bundle, target, device=device, dtype="float32").eval()
     section = config.bundle
     room = max(len(row.prompt) for row in rows) + section.max_new_tokens
-    engine = Engine(model, draft, draft.spec.aux_layers, max_length=room, batch=REFERENCE_BATCH)
+    engine = Engine(model, draft, max_length=room, batch=REFERENCE_BATCH)
     say("bundle: the same prompts in the reference engine")
     stats = engine.generate(
         [row.prompt for row in rows], max_new_tokens=section.max_new_tokens, draft_tokens=section.draft_tokens, stop=frozenset(stop)

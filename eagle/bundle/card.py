@@ -92,8 +92,8 @@ def acceptance_rows(bench: dict[str, Any], validation: dict[str, Any]) -> list[d
         rows.append(_row(f"vLLM {validation['vllm_version']}", "float32", validation, validation["draft_tokens"]))
         reference = {**validation["reference"], "temperature": validation["temperature"]}
         rows.append(_row("reference engine", "float32", reference, validation["draft_tokens"]))
-    rows += [_row("reference engine (bench)", bench["dtype"], entry, entry["draft_tokens"]) for entry in bench["acceptance"]]
-    return rows
+    own = [entry for entry in bench["acceptance"] if entry["method"] == "eagle31"]
+    return rows + [_row("reference engine (bench)", bench["dtype"], entry, entry["draft_tokens"]) for entry in own]
 
 
 def _row(where: str, dtype: str, found: dict[str, Any], k: int) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _row(where: str, dtype: str, found: dict[str, Any], k: int) -> dict[str, Any
 
 def speed_rows(bench: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of the speed table: every measured draft length beside the run without speculation."""
-    without = {(row["batch"], row["temperature"]): row for row in bench["rows"] if not row["draft_tokens"]}
+    without = {(row["batch"], row["temperature"]): row for row in bench["rows"] if row["method"] == "none"}
     return [
         {
             "batch": row["batch"],
@@ -121,7 +121,7 @@ def speed_rows(bench: dict[str, Any]) -> list[dict[str, Any]]:
             "speedup": _spread(row["speedup"], ".2f"),
         }
         for row in bench["rows"]
-        if row["draft_tokens"]
+        if row["method"] == "eagle31"
     ]
 
 

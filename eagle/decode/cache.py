@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +24,22 @@ from eagle.errors import ConfigError
 ATTENTION = "eagle_ragged"
 
 
+@dataclass(frozen=True)
+class Branches:
+    """Tokens of a forward pass that do not follow each other in a line.
+
+    `base[i]`: positions of row i below it are a common past. `positions` [n, T] (int64): where each of the T new tokens
+    stands in its text. `visible` [n, T, W] (bool): which of the W entries from `base[i]` on (earlier branches and the
+    new tokens themselves, W = start + T - base, the same for all rows) each new token sees.
+    """
+
+    base: list[int]
+    positions: Tensor
+    visible: Tensor
+
+
 class KeyValueStore:
-    """Keys and values of some layers, `[layers, batch, max_length, kv_heads, head_dim]`, written by row and position.
+    """Keys and values of some layers, `[layers, batch, max_length, kv_heads, head_dim]`, written by row and place.
 
     `plan` says what the next forward pass covers; `write` and `view` are then called once per layer.
     """
@@ -35,12 +50,15 @@ class KeyValueStore:
         # Zeros, not empty: a masked key has weight 0, and 0 * NaN would still be NaN.
         self._memory = torch.zeros(2, layers, batch, max_length, kv_heads, head_dim, dtype=dtype, device=device)
         flat = self._memory.view(2, layers, batch * max_length, kv_heads * head_dim)
+        self._joined = flat
         self._flat = [(flat[0, i], flat[1, i]) for i in range(layers)]
         self._columns = torch.arange(max_length, device=device)
         self.batch, self.max_length = batch, max_length
-        self._first = self._count = self._end = self._start = 0
+        self._rows: slice | Tensor = slice(0, 0)
+        self._end = self._start = 0
         self._index: Tensor | None = None
-        self._starts: list[int] = []
+        self._level = True  # all rows start at the same place
+        self._branches: Branches | None = None
         self.positions = self._columns.new_zeros(0, 0)
 
     @property
@@ -48,59 +66,89 @@ class KeyValueStore:
         """Bytes of the whole store, at its maximum length and batch."""
         return self._memory.numel() * self._memory.element_size()
 
-    def plan(self, starts: list[int], width: int, first_row: int = 0) -> Tensor:
-        """Prepare a forward over `width` tokens per row; row `first_row + i` is written from position `starts[i]` on.
+    def plan(self, starts: list[int], width: int, rows: list[int] | None = None, branches: Branches | None = None) -> Tensor:
+        """Prepare a forward over `width` tokens per row; row `rows[i]` (default: i) is written from place `starts[i]` on.
 
-        Returns the positions [n, width] (int64). Raises ValueError when they go beyond the store.
+        Rows that lie side by side are attended to in place; others are copied together first, layer by layer. Returns
+        the positions [n, width] (int64). Raises ValueError when they go beyond the store.
         """
-        end = max(starts) + width
-        if end > self.max_length or first_row + len(starts) > self.batch:
-            raise ValueError(f"{len(starts)} rows up to position {end} do not fit {self.batch} rows of {self.max_length}")
-        self._first, self._count, self._end, self._starts = first_row, len(starts), end, starts
+        first, count, end = rows[0] if rows else 0, len(starts), max(starts) + width
+        if end > self.max_length or (max(rows) if rows else count - 1) >= self.batch:
+            raise ValueError(f"{count} rows up to position {end} do not fit {self.batch} rows of {self.max_length}")
+        together = rows is None or rows == list(range(first, first + count))
+        self._rows = slice(first, first + count) if together else torch.tensor(rows, device=self._columns.device)
+        self._end, self._start, self._branches = end, starts[0], branches
+        self._level = min(starts) == max(starts)
         columns = self._columns[:width]
-        if min(starts) == max(starts):
-            self._start, self._index = starts[0], None
-            self.positions = (columns + starts[0]).expand(len(starts), width)
+        if self._level:
+            places = (columns + starts[0]).expand(count, width)
         else:
-            row_starts = torch.tensor(starts, device=columns.device)[:, None]
-            rows = torch.arange(first_row, first_row + len(starts), device=columns.device)[:, None]
-            self.positions = columns + row_starts
-            self._index = (rows * self.max_length + self.positions).flatten()
+            places = columns + torch.tensor(starts, device=columns.device)[:, None]
+        if self._level and together:
+            self._index = None
+        else:
+            index = self._columns.new_tensor(rows if rows is not None else range(count))
+            self._index = (index[:, None] * self.max_length + places).flatten()
+        self.positions = places if branches is None else branches.positions
         return self.positions
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values [n, T, kv_heads, head_dim] of the planned positions."""
+        """Store keys and values [n, T, kv_heads, head_dim] of the planned places."""
         if self._index is None:
-            rows, columns = slice(self._first, self._first + self._count), slice(self._start, self._end)
-            self._memory[0, layer, rows, columns] = keys
-            self._memory[1, layer, rows, columns] = values
+            columns = slice(self._start, self._end)
+            self._memory[0, layer, self._rows, columns] = keys
+            self._memory[1, layer, self._rows, columns] = values
         else:
             flat_keys, flat_values = self._flat[layer]
             flat_keys.index_copy_(0, self._index, keys.reshape(len(self._index), -1))
             flat_values.index_copy_(0, self._index, values.reshape(len(self._index), -1))
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [n, kv_heads, S, head_dim] up to the longest planned position, as views."""
-        rows = slice(self._first, self._first + self._count)
-        keys, values = self._memory[0, layer, rows, : self._end], self._memory[1, layer, rows, : self._end]
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        """Return keys and values [n, kv_heads, S, head_dim] up to the furthest planned place: views, if rows lie together."""
+        keys, values = self._memory[0, layer, :, : self._end], self._memory[1, layer, :, : self._end]
+        return keys[self._rows].transpose(1, 2), values[self._rows].transpose(1, 2)
 
     def mask(self, groups: int, dtype: torch.dtype, window: int | None = None) -> Tensor | None:
         """Return the additive mask [n or 1, 1, groups * T, S] of the plan, or None where `attend` needs none.
 
-        A query at position t sees keys t - window < s <= t. The T rows are repeated `groups` times, see `attend`.
+        A query at position t sees keys t - window < s <= t, of branches only those that it follows. The T rows are
+        repeated `groups` times, see `attend`.
         """
-        equal = self._index is None
         width = self.positions.shape[1]
-        if equal and (width == 1 or self._start == 0) and (window is None or self._end <= window):
+        if self._branches is not None:
+            hidden = self._hidden_branches(self._branches, window)
+        elif self._level and (width == 1 or self._start == 0) and (window is None or self._end <= window):
             return None
-        positions = (self.positions[:1] if equal else self.positions)[:, :, None]
-        columns = self._columns[: self._end]
-        hidden = columns > positions
-        if window is not None:
-            hidden |= columns <= positions - window
+        else:
+            positions = (self.positions[:1] if self._level else self.positions)[:, :, None]
+            columns = self._columns[: self._end]
+            hidden = columns > positions
+            if window is not None:
+                hidden |= columns <= positions - window
         bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
         return bias.repeat(1, groups, 1)[:, None] if groups > 1 else bias[:, None]
+
+    def _hidden_branches(self, branches: Branches, window: int | None) -> Tensor:
+        """Return which entries [n, T, S] the queries of a plan with branches do not see."""
+        count, width, extent = branches.visible.shape
+        base = torch.tensor(branches.base, device=self._columns.device)
+        columns = self._columns[: self._end]
+        hidden = (columns >= base[:, None, None]).expand(count, width, self._end).clone()
+        places = base[:, None] + self._columns[:extent]
+        hidden.scatter_(2, places[:, None].expand(count, width, extent), ~branches.visible)
+        if window is not None:
+            if extent != width:
+                raise ValueError("a sliding window is applied to branches of one pass only")
+            stands = columns.expand(count, self._end).scatter(1, places, branches.positions)
+            hidden |= stands[:, None] <= branches.positions[:, :, None] - window
+        return hidden
+
+    def keep(self, rows: list[int], places: Tensor, starts: list[int]) -> None:
+        """Copy the entries at `places` [n, D] of each row to `starts[i]` and on: the accepted branch becomes the line."""
+        index = self._columns.new_tensor(rows)[:, None] * self.max_length
+        wanted = self._columns.new_tensor(starts)[:, None] + self._columns[: places.shape[1]]
+        entries = self._joined.index_select(2, (index + places).flatten())
+        self._joined.index_copy_(2, (index + wanted).flatten(), entries)
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` positions of row `source` to row `destination`, all layers."""

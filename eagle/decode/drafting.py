@@ -1,7 +1,7 @@
-"""Drafting: what a drafter is to the engine, and the Eagle 3.1 drafter.
+"""The Eagle 3.1 drafter: an inference view of a `DraftModel` with its KV cache, drafting chains.
 
-The Eagle drafter holds an inference view of a `DraftModel`: q, k and v in one matrix product, gate and up in one, rope
-from a table, keys and values in a `KeyValueStore`. It computes the same function as `DraftModel.step`.
+q, k and v are one matrix product, gate and up one, rope comes from a table, keys and values lie in a `KeyValueStore`.
+It computes the same function as `DraftModel.step`.
 
 Alignment as in vLLM (v1/spec_decode/llm_base_proposer.py): the input at position t is the embedding of token t + 1
 with the target's hidden states at t, and the output there predicts token t + 2. After a verification the draft runs
@@ -13,59 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from eagle.decode.cache import KeyValueStore, attend
+from eagle.decode.cache import Branches, KeyValueStore, attend
+from eagle.decode.proposal import MAX_DRAFT_TOKENS, Drafter, Draws, Proposal
+from eagle.decode.sampling import distribution
 from eagle.decode.verify import draw
 from eagle.draft.model import DraftModel
 from kernels.dispatch import add_rms_norm
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a round's draft tokens are drawn: `temperature` > 0 and `uniforms` [n, K] in [0, 1), float64."""
-
-    temperature: float
-    uniforms: Tensor
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Draft tokens of one round.
-
-    `tokens` [n, K]: target ids (int64). For verification at temperature > 0: `chosen` [n, K], the probability each was
-    drawn with, and `probabilities` [n, K, Vd] over the draft's vocabulary, whose target ids are `ids` [Vd] (None = the
-    target's vocabulary). `probabilities` None means a deterministic draft.
-    """
-
-    tokens: Tensor
-    chosen: Tensor | None = None
-    probabilities: Tensor | None = None
-    ids: Tensor | None = None
-
-
-class Drafter(Protocol):
-    """What the engine asks of a drafter. Rows are the engine's batch slots."""
-
-    aux_layers: tuple[int, ...]
-
-    def propose(
-        self, tokens: Tensor, aux: Tensor, starts: list[int], counts: list[int], length: int, sampling: Sampling | None
-    ) -> Proposal:
-        """Take in new positions and draft `length` tokens per row.
-
-        Row i has `counts[i]` new positions from `starts[i]` on. tokens [n, T]: the token after each position; aux
-        [n, T, A*H]: the target's hidden states there; what lies beyond a row's count is to be ignored.
-        """
-        ...
-
-    def move(self, source: int, destination: int, length: int) -> None:
-        """Row `source` (of `length` positions) takes the place of row `destination`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -104,14 +63,25 @@ def _rope_tables(draft: DraftModel, length: int, device: torch.device) -> tuple[
     return torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None]
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """The Eagle 3.1 draft with its KV cache, in the dtype and on the device of the target (as in vLLM).
 
-    `embed` [V, H] is the target's embedding, used unless the draft has its own. `compiled` runs the parts between
-    attentions through torch.compile (the first calls take tens of seconds).
+    `embed` [V, H] is the target's embedding, used unless the draft has its own. `batch` rows of `max_length` tokens,
+    as the engine's; a draft may write `reach` positions beyond. `compiled` runs the parts between attentions through
+    torch.compile (the first calls take tens of seconds).
     """
 
-    def __init__(self, draft: DraftModel, embed: Tensor, *, batch: int, max_length: int, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        draft: DraftModel,
+        embed: Tensor,
+        *,
+        batch: int,
+        max_length: int,
+        compiled: bool = False,
+        reach: int = MAX_DRAFT_TOKENS + 1,
+    ) -> None:
+        max_length += reach
         spec = self.spec = draft.spec
         self.aux_layers = spec.aux_layers
         dtype, device = embed.dtype, embed.device
@@ -127,12 +97,35 @@ class EagleDrafter:
         self.ids = None if offsets is None else offsets + torch.arange(len(offsets), device=device)
         self._cos, self._sin = _rope_tables(draft, max_length, device)
         self.store = KeyValueStore(spec.num_layers, batch, max_length, spec.num_kv_heads, spec.head_dim, dtype, device)
-        self.weight_bytes = sum(t.numel() * t.element_size() for t in state.values() if t.is_floating_point())
+        self._bytes = sum(t.numel() * t.element_size() for t in state.values() if t.is_floating_point())
+        # Of each row: what the last known position gives to the first draft token, and the position after it.
+        self._normed = torch.zeros(batch, spec.hidden_size, dtype=dtype, device=device)
+        self._feedback = torch.zeros_like(self._normed)
+        self._next = [0] * batch
         self._before: Callable[..., Tensor] = self._attention_input
         self._after: Callable[..., tuple[Tensor, Tensor]] = self._attention_output
         if compiled:
             self._before = torch.compile(self._attention_input, dynamic=True)
             self._after = torch.compile(self._attention_output, dynamic=True)
+
+    @classmethod
+    def beside(
+        cls, target: PreTrainedModel, draft: DraftModel, *, batch: int, max_length: int, compiled: bool = False
+    ) -> EagleDrafter:
+        """Return the drafter of `draft` that shares `target`'s embedding."""
+        embed = target.get_input_embeddings().weight
+        assert isinstance(embed, Tensor)  # noqa: S101 -- for the type checker
+        return cls(draft, embed, batch=batch, max_length=max_length, compiled=compiled)
+
+    @property
+    def weight_bytes(self) -> int:
+        """See `Drafter.weight_bytes`; the shared embedding is the target's."""
+        return self._bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """See `Drafter.state_bytes`: the KV cache."""
+        return self.store.bytes
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Return the hidden state [n, T, H] of the target's tapped states [n, T, A*Ht]: one norm per state, then fc."""
@@ -142,13 +135,15 @@ class EagleDrafter:
             aux = torch.cat(normed, dim=-1)
         return F.linear(aux, self._fc)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
-        """One pass over tokens [n, T] and hidden states [n, T, H] from positions `starts` on.
+    def forward(
+        self, rows: list[int], tokens: Tensor, hidden: Tensor, starts: list[int], branches: Branches | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One pass over tokens [n, T] and hidden states [n, T, H] of batch slots `rows` from positions `starts` on.
 
         Returns (normed, feedback), both [n, T, H], as `DraftModel.step` does.
         """
         spec, eps = self.spec, self.spec.rms_norm_eps
-        positions = self.store.plan(starts, tokens.shape[1])
+        positions = self.store.plan(starts, tokens.shape[1], rows, branches)
         mask = self.store.mask(spec.num_heads // spec.num_kv_heads, hidden.dtype)
         cos, sin = self._cos[positions], self._sin[positions]
         first = self._layers[0]
@@ -182,38 +177,42 @@ class EagleDrafter:
         gate, up = F.linear(state, gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, down), residual
 
-    def propose(
-        self, tokens: Tensor, aux: Tensor, starts: list[int], counts: list[int], length: int, sampling: Sampling | None
-    ) -> Proposal:
-        """See `Drafter.propose`. Greedy when `sampling` is None: the arg max needs no probabilities."""
-        normed, feedback = self.forward(tokens, self.fuse(aux), starts)
-        rows = torch.arange(len(counts), device=tokens.device)
-        last = torch.tensor(counts, device=tokens.device) - 1
-        normed, feedback = normed[rows, last], feedback[rows, last][:, None]
+    def extend(self, rows: list[int], tokens: Tensor, aux: Tensor | None, starts: list[int], counts: list[int]) -> None:
+        """See `Drafter.extend`."""
+        assert aux is not None  # noqa: S101 -- for the type checker
+        normed, feedback = self.forward(rows, tokens, self.fuse(aux), starts)
+        at = torch.arange(len(rows), device=tokens.device), torch.tensor(counts, device=tokens.device) - 1
+        self._normed[rows], self._feedback[rows] = normed[at], feedback[at]
+        for row, start, count in zip(rows, starts, counts, strict=True):
+            self._next[row] = start + count
+
+    def draft(self, rows: list[int], length: int, draws: Draws | None) -> Proposal:
+        """See `Drafter.draft`. Greedy when `draws` is None: the arg max needs no probabilities."""
+        normed, feedback = self._normed[rows], self._feedback[rows][:, None]
         drafted: list[Tensor] = []
         chosen: list[Tensor] = []
         distributions: list[Tensor] = []
-        following = [s + c for s, c in zip(starts, counts, strict=True)]
         for step in range(length):
             if step:
-                normed, feedback = self.forward(drafted[-1][:, None], feedback, [p + step - 1 for p in following])
-                normed = normed[:, 0]
+                starts = [self._next[row] + step - 1 for row in rows]
+                hidden, feedback = self.forward(rows, drafted[-1][:, None], feedback, starts)
+                normed = hidden[:, 0]
             logits = F.linear(normed, self._head)
-            if sampling is None:
+            if draws is None:
                 index = logits.argmax(dim=-1)
             else:
-                q = torch.softmax(logits.float() / sampling.temperature, dim=-1)
-                index = draw(q, sampling.uniforms[:, step])
+                q = distribution(logits, draws.warp)
+                index = draw(q, draws.uniforms[:, step])
                 distributions.append(q)
                 chosen.append(q.gather(1, index[:, None])[:, 0])
             drafted.append(index if self.ids is None else self.ids[index])
-        if not length:
-            return Proposal(tokens[:, :0])
         stacked = torch.stack(drafted, dim=1)
-        if sampling is None:
+        if draws is None:
             return Proposal(stacked)
-        return Proposal(stacked, torch.stack(chosen, dim=1), torch.stack(distributions, dim=1), self.ids)
+        return Proposal(stacked, chosen=torch.stack(chosen, dim=1), probabilities=torch.stack(distributions, dim=1), ids=self.ids)
 
-    def move(self, source: int, destination: int, length: int) -> None:
+    def move(self, source: int, destination: int) -> None:
         """See `Drafter.move`."""
-        self.store.move(source, destination, length)
+        self.store.move(source, destination, self._next[source])
+        self._normed[destination], self._feedback[destination] = self._normed[source], self._feedback[source]
+        self._next[destination] = self._next[source]

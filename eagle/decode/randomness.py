@@ -34,14 +34,14 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def uniforms(
-    seed: int, stream: Stream, requests: list[int], starts: list[int], width: int, device: torch.device | str = "cpu"
+    seeds: int | list[int], stream: Stream, requests: list[int], starts: list[int], width: int, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Return uniforms in [0, 1) for positions `starts[i] .. starts[i] + width - 1` of request `requests[i]`.
 
-    float64 [n, width] with 52 random bits each.
+    `seeds`: one for all, or one per request. float64 [n, width] with 52 random bits each.
     """
     with np.errstate(over="ignore"):
-        state = _mix(_mix(np.array([[seed]], dtype=np.uint64)) ^ np.uint64(stream))
+        state = _mix(_mix(np.atleast_1d(np.array(seeds, dtype=np.uint64))[:, None]) ^ np.uint64(stream))
         state = _mix(state ^ np.array(requests, dtype=np.uint64)[:, None])
         positions = np.array(starts, dtype=np.uint64)[:, None] + np.arange(width, dtype=np.uint64)
         bits = _mix(state ^ positions) >> np.uint64(12)

@@ -6,7 +6,24 @@ token or the length limit, before the output is cut there), and reports 1 + acce
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run: `length` draft tokens were drafted for a batch of `batch` requests.
+
+    `accepted`: accepted draft tokens of each draft that was decided in it.
+    """
+
+    batch: int
+    length: int
+    accepted: tuple[int, ...]
+    draft_seconds: float
+    target_seconds: float
 
 
 @dataclass
@@ -16,9 +33,11 @@ class DecodeStats:
     `rounds`: drafts verified (one request in one round), vLLM's num_drafts. `drafted`, `accepted`: draft tokens.
     `accepted_by_position[i]`: drafts whose token i was accepted. `target_steps`, `draft_steps`: forward passes of a
     whole batch after the prefill, which `target_seconds` and `draft_seconds` cover (verification and sampling
-    included). `ttft_seconds`: mean time from the start of a request's wave to its first token; the draft's own
-    prefill and first draft come before that token is handed out, as in vLLM. `token_seconds`: one entry per token
-    after a request's first: the round's time over the tokens that the request got in it.
+    included; a draft step's share of taking in what was accepted too). `ttft_seconds`: mean time from a request's
+    admission to its first token; the draft takes the prompt in after that. `token_seconds`: one entry per token after
+    a request's first: the time since its last one over the tokens that it got at once. `lengths[K]`: steps that drafted
+    K tokens. `steps`: all steps after prefills. `peak_logits_bytes`:
+    the largest logits of one verification pass; `target_passes`: how many there were.
     """
 
     rounds: int = 0
@@ -34,6 +53,29 @@ class DecodeStats:
     draft_steps: int = 0
     draft_seconds: float = 0.0
     token_seconds: list[float] = field(default_factory=list)
+    lengths: Counter[int] = field(default_factory=Counter)
+    steps: list[Step] = field(default_factory=list)
+    target_passes: int = 0
+    peak_logits_bytes: int = 0
+
+    @property
+    def mean_draft_tokens(self) -> float:
+        """Draft tokens per step, steps without a draft included."""
+        return sum(length * n for length, n in self.lengths.items()) / max(sum(self.lengths.values()), 1)
+
+    def record(self, batch: int, length: int, accepted: list[int], draft_seconds: float, target_seconds: float) -> None:
+        """Count one step of `batch` requests that drafted `length` tokens."""
+        self.lengths[length] += 1
+        self.steps.append(Step(batch, length, tuple(accepted), draft_seconds, target_seconds))
+        self.target_steps += 1
+        self.target_seconds += target_seconds
+        self.draft_steps += length
+        self.draft_seconds += draft_seconds if length else 0.0
+
+    def saw_logits(self, logits: Tensor) -> None:
+        """Count a verification pass and note the size of its logits."""
+        self.target_passes += 1
+        self.peak_logits_bytes = max(self.peak_logits_bytes, logits.numel() * logits.element_size())
 
     @property
     def acceptance_length(self) -> float:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -43,12 +43,13 @@ from eagle.train.validate import heldout_rows, replay_acceptance
 LOG_EVERY = 10  # optimiser steps averaged into one row of curves.json
 
 
-def run(context: StepContext) -> dict[str, Any]:
+def run(context: StepContext, trainer_of: Callable[..., Trainer] | None = None) -> dict[str, Any]:
     """Train a draft and write it to `context.out`/draft (config.json, model.safetensors), with curves.json beside it.
 
-    Goes on from the checkpoint in `context.work` when there is one. Returns acceptance_length and
-    acceptance_by_position (held-out, K = distill.eval_tokens, bonus included), best_step, steps, train_tokens,
-    parameters, draft_vocab_coverage (held-out answers). Raises StepFailed when the loss is not finite.
+    Goes on from the checkpoint in `context.work` when there is one. `trainer_of` makes the loop, with `Trainer`'s arguments;
+    `Trainer` itself when not given. Returns acceptance_length and acceptance_by_position (held-out, K = distill.eval_tokens,
+    bonus included), best_step, steps, train_tokens, parameters, draft_vocab_coverage (held-out answers). Raises StepFailed
+    when the loss is not finite.
     """
     config = context.config
     setup_torch(config.runtime.threads, config.runtime.seed)
@@ -61,7 +62,7 @@ def run(context: StepContext) -> dict[str, Any]:
         device=device, trust_remote_code=config.target.trust_remote_code,
     )
     model, ids = new_draft(config, store, target, dims, aux_layers)
-    trainer = Trainer(model.to(device), store, config.distill, config.runtime.seed, context.work)
+    trainer = (trainer_of or Trainer)(model.to(device), store, config.distill, config.runtime.seed, context.work)
     trainer.train()
     best = trainer.state.best
     shutil.copytree(trainer.best_folder(best["step"]), context.out / "draft")
@@ -147,15 +148,25 @@ def distillation_loss(model: DraftModel, batch: Batch, depth: int, decay: float,
         if not len(rows):
             right.append(0.0)
             continue
-        logits = model.logits(normed)
-        index = draft_of[batch.topk_index[rows, label - 1]]
-        total = total + decay**k * soft_cross_entropy(logits, index, batch.topk_prob[rows, label - 1]).mean()
+        loss, share = token_loss(model, batch, normed, rows, label, draft_of)
+        total = total + decay**k * loss
         weights += decay**k
-        with torch.no_grad():
-            token = draft_of[batch.tokens[rows, label]]
-            at_token = logits.gather(1, token.clamp_min(0)[:, None]).squeeze(1)
-            right.append(float(((at_token == logits.amax(-1)) & (token >= 0)).float().mean()))  # amax: 4 times faster than argmax
+        right.append(share)
     return total / weights, right
+
+
+def token_loss(
+    model: DraftModel, batch: Batch, normed: Tensor, rows: Tensor, label: Tensor, draft_of: Tensor
+) -> tuple[Tensor, float]:
+    """Return (mean soft cross-entropy, share of right argmax tokens) of normed [N, H] that predict tokens x[rows, label], N > 0."""
+    logits = model.logits(normed)
+    index = draft_of[batch.topk_index[rows, label - 1]]
+    loss = soft_cross_entropy(logits, index, batch.topk_prob[rows, label - 1]).mean()
+    with torch.no_grad():
+        token = draft_of[batch.tokens[rows, label]]
+        at_token = logits.gather(1, token.clamp_min(0)[:, None]).squeeze(1)
+        right = float(((at_token == logits.amax(-1)) & (token >= 0)).float().mean())  # amax: 4 times faster than argmax
+    return loss, right
 
 
 @dataclass
@@ -172,6 +183,9 @@ class TrainState:
 class Trainer:
     """The loop: batches, optimiser, schedule, validation, checkpoints in `work`."""
 
+    name: ClassVar[str] = "distill"  # as lines and errors say it
+    budget_key: ClassVar[str] = "distill.max_minutes"
+
     def __init__(self, model: DraftModel, store: FeatureStore, config: DistillConfig, seed: int, work: Path) -> None:
         self.model, self.store, self.config, self.work = model, store, config, work
         rows = trainable(store, store.select("train"))
@@ -187,14 +201,18 @@ class Trainer:
         """Where the draft of a validation that was the best one is kept."""
         return self.work / f"best-{step:08d}"
 
+    def loss(self, batch: Batch) -> tuple[Tensor, list[float]]:
+        """Return (loss, share of right argmax tokens by step) of one batch at the depth of the stage at hand."""
+        return distillation_loss(self.model, batch, self.pace.depth, self.config.step_decay, self.draft_of)
+
     def train(self) -> None:
         """Train to the end of the stages or of the budget, from the checkpoint if there is one; validate at the end."""
         saved = load_checkpoint(self.work, self.model, self.optimizer)
         if saved is not None:
             self.pace = Pace.from_json(self.config.stages, self.config.max_minutes * 60, saved["pace"])
             self.state = TrainState(**saved["state"])
-            say(f"distill: going on from step {self.pace.step}, {self.pace.elapsed / 60:.1f} min done")
-        with Track("distill", self.pace.total, "steps", done=self.pace.step) as track:
+            say(f"{self.name}: going on from step {self.pace.step}, {self.pace.elapsed / 60:.1f} min done")
+        with Track(self.name, self.pace.total, "steps", done=self.pace.step) as track:
             while not self.pace.done:
                 note = self._one_step()
                 step = self.pace.step
@@ -205,8 +223,8 @@ class Trainer:
                 track.advance(1, note)
         if self.pace.step < self.pace.total:
             say(
-                f"distill: the budget of {self.config.max_minutes:g} min (distill.max_minutes) was spent after {self.pace.step} of "
-                f"{self.pace.total} steps"
+                f"{self.name}: the budget of {self.config.max_minutes:g} min ({self.budget_key}) was spent after "
+                f"{self.pace.step} of {self.pace.total} steps"
             )
         if self.state.validated != self.pace.step:  # a resumed run that had nothing left to do
             self._validate()
@@ -231,7 +249,7 @@ class Trainer:
         batch = collate(self.store, rows, str(self.device))
         self.model.train()
         with self.model.half_precision(config.autocast):
-            loss, right = distillation_loss(self.model, batch, depth, config.step_decay, self.draft_of)
+            loss, right = self.loss(batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm))
@@ -239,8 +257,8 @@ class Trainer:
         if not (math.isfinite(value) and math.isfinite(norm)):
             names = ", ".join(self.store.rows[i].id[:12] for i in rows)
             raise StepFailed(
-                f"distill: loss {value}, gradient norm {norm} at step {self.pace.step} (rows {names}); lower distill.learning_rate "
-                "or set distill.autocast=false"
+                f"{self.name}: loss {value}, gradient norm {norm} at step {self.pace.step} (rows {names}); "
+                "lower distill.learning_rate or set distill.autocast=false"
             )
         self.optimizer.step()
         tokens = int(batch.lengths.sum())
@@ -274,7 +292,7 @@ class Trainer:
             self.state.best = {"step": step, **found.as_json()}
         positions = " ".join(f"{share:.2f}" for share in found.by_position)
         best = self.state.best["acceptance_length"]
-        say(f"distill: step {step}: held-out acceptance length {found.length:.3f} ({positions}), best {best:.3f}")
+        say(f"{self.name}: step {step}: held-out acceptance length {found.length:.3f} ({positions}), best {best:.3f}")
         return ""
 
     def _checkpoint(self) -> str:

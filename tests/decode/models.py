@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
 
-from eagle.decode.drafting import Proposal, Sampling
+from eagle.decode.proposal import MAX_DRAFT_TOKENS, Drafter, Draws, Proposal
 from eagle.draft.model import DraftModel
 from eagle.draft.spec import DraftSpec
 
@@ -98,43 +98,59 @@ def surprise(observed: Tensor, expected: Tensor) -> float:
     return float((chi - freedom) / (2 * freedom) ** 0.5)
 
 
-class OracleDrafter:
-    """Drafts the known answers; every `period`-th position is wrong (0: never, 1: always). Checks what it is handed."""
+class OracleDrafter(Drafter):
+    """Drafts the known answers; every `period`-th position is wrong (0: never, 1: always). Checks what it is handed.
+
+    `tree`: each node has a wrong sibling before it, so that the right branch is never the first.
+    """
 
     aux_layers = AUX
+    deterministic = True
+    max_nodes = 2 * MAX_DRAFT_TOKENS
+    weight_bytes = state_bytes = 0
 
-    def __init__(self, questions: list[list[int]], answers: list[list[int]], period: int = 0, vocab: int = 64) -> None:
+    def __init__(
+        self, questions: list[list[int]], answers: list[list[int]], period: int = 0, vocab: int = 64, tree: bool = False
+    ) -> None:
         self.texts = [q + a for q, a in zip(questions, answers, strict=True)]
         self.starts = [len(q) for q in questions]
-        self.period, self.vocab = period, vocab
+        self.period, self.vocab, self.branches = period, vocab, tree
         self.slots: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
 
-    def propose(
-        self, tokens: Tensor, aux: Tensor, starts: list[int], counts: list[int], length: int, sampling: Sampling | None
-    ) -> Proposal:
+    def extend(self, rows: list[int], tokens: Tensor, aux: Tensor | None, starts: list[int], counts: list[int]) -> None:
+        assert aux is not None
         assert aux.shape[:2] == tokens.shape
         assert torch.isfinite(aux).all()
-        rows = []
-        for slot, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            given = tokens[slot, :count].tolist()
+        assert rows == sorted(rows)
+        for i, (slot, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
+            given = tokens[i, :count].tolist()
             if start == 0:
-                self.slots[slot] = next(
-                    i for i, t in enumerate(self.texts) if t[1 : count + 1] == given and self.starts[i] == count
-                )
+                fits = (k for k, text in enumerate(self.texts) if text[1 : count + 1] == given and self.starts[k] <= count)
+                self.slots[slot] = next(fits)
             else:
                 assert self.lengths[slot] == start
             text = self.texts[self.slots[slot]]
             self.lengths[slot] = start + count
             assert text[start + 1 : start + count + 1] == given, "the drafter must be handed what was accepted"
-            ahead = (text[start + count + 1 :] + [0] * length)[:length]
-            rows.append([self._spoil(token, start + count + i) for i, token in enumerate(ahead)])
-        return Proposal(torch.tensor(rows).view(len(rows), length))
+
+    def draft(self, rows: list[int], length: int, draws: Draws | None) -> Proposal:
+        assert draws is None
+        found = []
+        for slot in rows:
+            known = self.lengths[slot] + 1
+            ahead = (self.texts[self.slots[slot]][known:] + [0] * length)[:length]
+            found.append([self._spoil(token, known - 1 + i) for i, token in enumerate(ahead)])
+        tokens = torch.tensor(found).view(len(rows), length)
+        if not self.branches:
+            return Proposal(tokens)
+        both = torch.stack([(tokens + 1) % self.vocab, tokens], dim=2).flatten(1)
+        parents = torch.tensor([2 * (i // 2) - 1 for i in range(2 * length)]).expand(len(rows), -1)
+        return Proposal(both, parents=parents)
 
     def _spoil(self, token: int, position: int) -> int:
-        return (token + 1) % self.vocab if self.period and position % self.period == 0 else token
+        return (token + 2) % self.vocab if self.period and position % self.period == 0 else token
 
-    def move(self, source: int, destination: int, length: int) -> None:
+    def move(self, source: int, destination: int) -> None:
         self.slots[destination] = self.slots[source]
         self.lengths[destination] = self.lengths[source]
-        assert self.lengths[source] == length

@@ -73,13 +73,14 @@ def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     same_budget = {row["tokens"] for row in bench["rows"] if row["batch"] == 1 and row["temperature"] == 0}
     assert same_budget == {2 * 3 * 9}
     assert bench["equality"]["equal_tokens"] == metrics["equal_tokens"] == 1.0
-    assert [r["batch"] for r in bench["equality"]["runs"]] == [1, 3]
+    assert [(r["method"], r["batch"]) for r in bench["equality"]["runs"]] == [("eagle31", 1), ("eagle31", 3)]
     assert bench["equality"]["mismatches"] == []
     assert [(a["temperature"], a["draft_tokens"]) for a in bench["acceptance"]] == [(0, 1), (0, 3), (1, 1), (1, 3)]
     assert metrics["acceptance_length"] == bench["acceptance"][1]["acceptance_length"] >= 1
     assert bench["dtype"] == "float32", "a dtype that was asked for is obeyed"
     memory = bench["memory"]
     assert memory["draft_kv_bytes"] == 2 * 2 * 2 * memory["max_length"] * 2 * 32 * 4
+    assert bench["memory_by_method"] == {"eagle31": memory["overhead"]}
     assert memory["overhead"] == metrics["memory_overhead"] > 0
     assert {r["batch"] for r in bench["recommended"]} == {1, 2}
     assert {"speedup_b1", "speedup_b2", "cost_ratio", "ttft_ratio_b1", "acceptance_length_t1"} <= metrics.keys()
@@ -118,12 +119,21 @@ def test_workload(tmp_path: Path) -> None:
 
 
 def test_arms_and_recommendation() -> None:
-    groups = speed_arms([1, 8], [2, 3], [0.0, 1.0])
+    groups = speed_arms([1, 8], [0.0, 1.0], ["eagle31", "eagle31-pid"], lambda m: [2, 3] if m == "eagle31" else [8])
     assert [[(a.batch, a.temperature, a.draft_tokens) for a in g] for g in groups] == [
-        [(1, 0, 0), (1, 0, 2), (1, 0, 3)], [(8, 0, 0), (8, 0, 2), (8, 0, 3)], [(1, 1, 0), (1, 1, 3)],
+        [(1, 0, 0), (1, 0, 2), (1, 0, 3), (1, 0, 8)],
+        [(8, 0, 0), (8, 0, 2), (8, 0, 3), (8, 0, 8)],
+        [(1, 1, 0), (1, 1, 3), (1, 1, 8)],
     ]  # fmt: skip
+    assert [arm.name for arm in groups[0]] == ["none", "Eagle 3.1, K=2", "Eagle 3.1, K=3", "Eagle 3.1 + PID, K<=8"]
     rows = [
-        {"batch": b, "temperature": 0.0, "draft_tokens": k, "speedup": k and measure.spread(ratios)}
+        {
+            "method": "eagle31" if k else "none",
+            "batch": b,
+            "temperature": 0.0,
+            "draft_tokens": k,
+            "speedup": k and measure.spread(ratios),
+        }
         for b, k, ratios in (
             (1, 0, ()), (1, 2, (1.2, 1.3, 1.1)), (1, 3, (1.4, 0.9, 1.3)),
             (8, 0, ()), (8, 2, (0.9, 0.8, 0.99)), (8, 3, (0.5, 0.5, 0.5)),
@@ -136,7 +146,7 @@ def test_arms_and_recommendation() -> None:
 
 
 def test_rows_are_ratios_within_a_turn() -> None:
-    base = measure.Timed(Arm(1, 0.0, 0), [DecodeStats(tokens=10, seconds=s, ttft_seconds=0.1) for s in (1.0, 4.0)])
+    base = measure.Timed(Arm(1, 0.0, 0, "none"), [DecodeStats(tokens=10, seconds=s, ttft_seconds=0.1) for s in (1.0, 4.0)])
     counters = {"rounds": 4, "accepted": 2, "token_seconds": [0.1, 0.3], "ttft_seconds": 0.2, "tokens": 10}
     mine = measure.Timed(Arm(1, 0.0, 3), [DecodeStats(**counters, seconds=s) for s in (0.5, 4.0)])
     row = mine.row(base)
@@ -158,7 +168,9 @@ def test_a_difference_is_reported_with_its_gap() -> None:
         return SimpleNamespace(tokens=changed, stats=DecodeStats())
 
     engine = SimpleNamespace(generate=generate, batch=2, target=model)
-    found = measure.equality(engine, questions, max_new_tokens=4, length=3, stop=frozenset())  # type: ignore[arg-type]
+    players = SimpleNamespace(engine=lambda _: engine, policy=lambda arm: arm.draft_tokens)
+    arms = [Arm(1, 0.0, 3), Arm(2, 0.0, 3)]
+    found = measure.equality(players, arms, questions, max_new_tokens=4, stop=frozenset())  # type: ignore[arg-type]
     assert found["equal_tokens"] == 5 / 6
     assert [(m["batch"], m["prompt"], m["position"], m["wanted"], m["got"]) for m in found["mismatches"]] == [
         (1, 0, 3, [8], [1]), (2, 0, 3, [8], [1]),

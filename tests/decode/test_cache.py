@@ -41,7 +41,7 @@ def test_ragged_attention(starts: list[int], width: int, groups: int, window: in
     store._memory[0, 1], store._memory[1, 1] = full_k, full_v  # leftovers everywhere: only the mask hides them
     query = torch.randn(len(starts), 2 * groups, width, 8)
     new_k, new_v = torch.randn(len(starts), width, 2, 8), torch.randn(len(starts), width, 2, 8)
-    positions = store.plan(starts, width, first)
+    positions = store.plan(starts, width, list(range(first, first + len(starts))))
     assert positions.tolist() == [[s + t for t in range(width)] for s in starts]
     store.write(1, new_k, new_v)
     found = attend(query, *store.view(1), store.mask(groups, torch.float32, window))
@@ -64,7 +64,7 @@ def test_move_and_limits() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         store.plan([0, 7], 2)
     with pytest.raises(ValueError, match="do not fit"):
-        store.plan([0, 0], 2, first_row=1)
+        store.plan([0, 0], 2, rows=[1, 2])
 
 
 def test_setting_of_target_is_restored() -> None:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from eagle.decode.cache import CachedAttention, KeyValueStore
-from eagle.decode.drafting import EagleDrafter, Sampling
+from eagle.decode.drafting import EagleDrafter
+from eagle.decode.proposal import MAX_DRAFT_TOKENS, Draws
+from eagle.decode.sampling import SamplingParams, Warp
 from tests.decode.models import draft, target
 
 VARIANTS = [
@@ -35,28 +37,31 @@ def test_equals_the_model(variant: dict) -> None:
             hidden = net.fuse(aux)
             assert torch.allclose(drafter.fuse(aux), hidden, atol=1e-5)
             wanted = net.step(tokens, hidden, store.plan(starts, width), attention)
-            for found, value in zip(drafter.forward(tokens, hidden, starts), wanted, strict=True):
+            for found, value in zip(drafter.forward([0, 1, 2], tokens, hidden, starts), wanted, strict=True):
                 assert torch.allclose(found, value, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_propose_is_the_plain_loop(temperature: float) -> None:
+def test_draft_is_the_plain_loop(temperature: float) -> None:
     """Drafts of a ragged batch are those of each row alone, computed from scratch without a cache."""
     model = target()
     net = draft(model)
     drafter = EagleDrafter(net, model.get_input_embeddings().weight, batch=4, max_length=40)
     counts, length = [5, 9, 1], 4
     tokens, aux = torch.randint(0, 64, (3, 9)), torch.randn(3, 9, 3 * 32)
-    sampling = Sampling(temperature, torch.rand(3, length, dtype=torch.float64)) if temperature else None
+    rows = [0, 2, 3]
+    warp = Warp.of([SamplingParams(temperature)] * 3, "cpu")
+    draws = Draws(warp, torch.rand(3, length, dtype=torch.float64)) if temperature else None
     with torch.no_grad():
-        found = drafter.propose(tokens, aux, [0, 0, 0], counts, length, sampling)
+        drafter.extend(rows, tokens, aux, [0, 0, 0], counts)
+        found = drafter.draft(rows, length, draws)
         for row, count in enumerate(counts):
             text, states = tokens[row : row + 1, :count], net.fuse(aux[row : row + 1, :count])
             for step in range(length):
                 store = KeyValueStore(2, 1, 40, 2, 16, torch.float32, "cpu")
                 normed, feedback = net.step(text, states, store.plan([0], text.shape[1]), CachedAttention(store, 2, torch.float32))
                 logits = net.logits(normed[:, -1])
-                if sampling is None:
+                if draws is None:
                     index = logits.argmax(-1)
                 else:
                     q = torch.softmax(logits / temperature, -1)
@@ -68,11 +73,9 @@ def test_propose_is_the_plain_loop(temperature: float) -> None:
                 states = torch.cat([states, feedback[:, -1:]], 1)
 
 
-def test_zero_drafts_and_bytes() -> None:
+def test_bytes() -> None:
     model = target()
     net = draft(model)
     drafter = EagleDrafter(net, model.get_input_embeddings().weight, batch=1, max_length=10)
-    with torch.no_grad():
-        assert drafter.propose(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 2, 96), [0], [2], 0, None).tokens.shape == (1, 0)
     assert drafter.weight_bytes == 4 * net.num_parameters()
-    assert drafter.store.bytes == 2 * 2 * 10 * 2 * 16 * 4
+    assert drafter.state_bytes == 2 * 2 * (10 + MAX_DRAFT_TOKENS + 1) * 2 * 16 * 4

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eagle.decode.batching import Request, ancestors
+from eagle.decode.control import FixedLength, Plan
 from eagle.decode.engine import DecodeResult, Engine
+from eagle.decode.proposal import Drafter, Draws, Proposal
+from eagle.decode.sampling import SamplingParams
 from eagle.decode.stats import DecodeStats
-from tests.decode.models import AUX, OracleDrafter, cut, draft, greedy, prompts, surprise, target
+from tests.decode.models import OracleDrafter, cut, draft, greedy, prompts, surprise, target
 
 RAGGED = [1, 9, 3, 20, 11, 7, 2, 30]
 COUNT = 24
@@ -33,7 +39,7 @@ def own_draft() -> object:
 @pytest.mark.parametrize("length", [0, 1, 3, 16])
 def test_greedy_equals_transformers(batch: int, length: int) -> None:
     model, questions, answers = reference()
-    result = Engine(model, own_draft(), AUX, max_length=60, batch=batch).generate(
+    result = Engine(model, own_draft(), max_length=60, batch=batch).generate(
         questions, max_new_tokens=COUNT, draft_tokens=length
     )
     assert result.tokens == [a[:COUNT] for a in answers]
@@ -55,14 +61,16 @@ def test_other_targets(kind: str, extra: dict) -> None:
     questions = prompts(RAGGED)
     wanted = [greedy(model, q, 12) for q in questions]
     for batch, length in ((1, 0), (8, 0), (1, 3), (8, 3)):
-        engine = Engine(model, draft(model), AUX, max_length=50, batch=batch)
+        engine = Engine(model, draft(model), max_length=50, batch=batch)
         assert engine.generate(questions, max_new_tokens=12, draft_tokens=length).tokens == wanted
 
 
-def oracle_run(period: int, length: int, batch: int, count: int = COUNT, stop: frozenset[int] = frozenset()) -> DecodeResult:
+def oracle_run(
+    period: int, length: int, batch: int, count: int = COUNT, stop: frozenset[int] = frozenset(), chunk: int = 0
+) -> DecodeResult:
     model, questions, answers = reference()
-    engine = Engine(model, OracleDrafter(questions, answers, period), AUX, max_length=60, batch=batch)
-    return engine.generate(questions, max_new_tokens=count, draft_tokens=length, stop=stop)
+    engine = Engine(model, OracleDrafter(questions, answers, period), max_length=60, batch=batch)
+    return engine.generate(questions, max_new_tokens=count, draft_tokens=length, stop=stop, chunk=chunk)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -74,16 +82,15 @@ def test_all_accepted(batch: int) -> None:
     assert result.stats.accepted_by_position == [8 * rounds] * 3
     assert result.stats.acceptance_length == 4.0
     assert result.stats.target_steps == rounds * (8 // batch)
-    assert result.stats.draft_steps == 3 * (rounds - 1) * (
-        8 // batch
-    )  # the first draft belongs to the prefill, the last needs none
+    assert result.stats.draft_steps == 3 * rounds * (8 // batch)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_all_rejected(batch: int) -> None:
     result = oracle_run(1, 3, batch)
     assert result.tokens == [a[:COUNT] for a in reference()[2]]
-    assert (result.stats.accepted, result.stats.rounds, result.stats.acceptance_length) == (0, 8 * (COUNT - 1), 1.0)
+    # A request that lacks one token only is not drafted for.
+    assert (result.stats.accepted, result.stats.rounds, result.stats.acceptance_length) == (0, 8 * (COUNT - 2), 1.0)
     assert result.stats.accepted_by_position == [0, 0, 0]
 
 
@@ -102,7 +109,7 @@ def test_stop_at_every_place_of_a_round(place: int) -> None:
     result = oracle_run(0, 3, 8, stop=stop)
     assert result.tokens == [cut(a, COUNT, stop) for a in answers]
     assert [f == "stop" for f in result.finish] == [t[-1] in stop for t in result.tokens]
-    free = Engine(model, None, AUX, max_length=60, batch=8).generate(
+    free = Engine(model, None, max_length=60, batch=8).generate(
         questions, max_new_tokens=COUNT, draft_tokens=3, stop=stop, ignore_eos=True
     )
     assert free.tokens == [a[:COUNT] for a in answers]
@@ -119,24 +126,147 @@ def test_stop_at_every_place_of_a_round(place: int) -> None:
 )
 def test_speculation_changes_nothing(picks: list[int], batch: int, length: int, period: int, count: int, stops: set[int]) -> None:
     model, questions, answers = reference()
-    engine = Engine(model, OracleDrafter(questions, answers, period), AUX, max_length=60, batch=batch)
+    engine = Engine(model, OracleDrafter(questions, answers, period), max_length=60, batch=batch)
     result = engine.generate([questions[i] for i in picks], max_new_tokens=count, draft_tokens=length, stop=stops)
     assert result.tokens == [cut(answers[i], count, frozenset(stops)) for i in picks]
     assert len(result.stats.token_seconds) == sum(len(t) - 1 for t in result.tokens)
     assert result.stats.tokens == sum(len(t) for t in result.tokens)
 
 
+class Erratic:
+    """A policy that never asks for the same twice in a row."""
+
+    def __init__(self, seed: int, longest: int, widest: int) -> None:
+        self.random, self.longest, self.widest = random.Random(seed), longest, widest
+        self.seen: list[tuple[int, Plan, list[int]]] = []
+
+    def plan(self, batch: int) -> Plan:
+        return Plan(self.random.randint(0, self.longest), self.random.randint(0, self.widest))
+
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
+        self.seen.append((batch, plan, list(accepted)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    batch=st.integers(1, 8),
+    longest=st.integers(0, 9),
+    widest=st.integers(0, 5),
+    period=st.integers(0, 6),
+    kind=st.sampled_from(["chain", "carry", "tree"]),
+)
+def test_arrivals_lengths_stops_and_plans_change_nothing(
+    seed: int, batch: int, longest: int, widest: int, period: int, kind: str
+) -> None:
+    """Requests that come at random times, with limits and stops of their own, under a policy that changes its mind."""
+    model, questions, answers = reference()
+    rng = random.Random(seed)
+    drafter = OracleDrafter(questions, answers, period, tree=kind == "tree")
+    engine = Engine(model, drafter, max_length=60, batch=batch)
+    wanted, got = [], []
+    policy = Erratic(seed, longest, widest)
+    with engine.decoding(policy, carry=kind == "carry") as run:
+        coming = [i for i in range(8) if rng.random() < 0.8]
+        rng.shuffle(coming)
+        while coming or run.busy:
+            while coming and rng.random() < 0.4:
+                i = coming.pop()
+                count, stop = rng.randint(0, COUNT), frozenset(rng.choices(range(64), k=rng.randint(0, 3)))
+                got.append(run.submit(Request(questions[i], count, stop=stop, key=i)))
+                wanted.append(cut(answers[i], count, stop))
+            run.step()
+    assert [answer.tokens for answer in got] == wanted
+    assert all(answer.finish for answer in got)
+    assert sum(len(answer.accepted) for answer in got) == run.stats.rounds == sum(len(a) for _, _, a in policy.seen)
+    assert run.stats.tokens == sum(map(len, wanted))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize(("length", "chunk", "carry"), [(5, 2, False), (5, 2, True), (4, 1, True), (3, 5, False), (16, 3, True)])
+def test_chunks(batch: int, length: int, chunk: int, carry: bool) -> None:
+    model, questions, answers = reference()
+    for drafter in (own_draft(), OracleDrafter(questions, answers, 4)):
+        engine = Engine(model, drafter, max_length=60, batch=batch)
+        result = engine.generate(questions, max_new_tokens=COUNT, draft_tokens=length, chunk=chunk, carry=carry)
+        assert result.tokens == [a[:COUNT] for a in answers]
+    assert result.stats.peak_logits_bytes <= batch * min(chunk, length + 1) * 64 * 4
+
+
+def test_a_chunk_that_fails_ends_its_draft() -> None:
+    """All drafts wrong: of K = 6 in chunks of 2 only the first chunk is ever fed, in as many passes as without a draft."""
+    stats = oracle_run(1, 6, 1, chunk=2).stats
+    assert (stats.accepted, stats.target_passes, stats.peak_logits_bytes) == (0, 8 * (COUNT - 1), 2 * 64 * 4)
+    right = oracle_run(0, 6, 1, chunk=2).stats
+    assert right.target_passes == 8 * -(-(COUNT - 1) // 2)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("period", [0, 1, 3])
+def test_trees(batch: int, period: int) -> None:
+    model, questions, answers = reference()
+    engine = Engine(model, OracleDrafter(questions, answers, period, tree=True), max_length=60, batch=batch)
+    result = engine.generate(questions, max_new_tokens=COUNT, draft_tokens=4)
+    assert result.tokens == [a[:COUNT] for a in answers]
+    assert (result.stats.accepted > 0) == (period != 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}], ids=str)
+def test_deterministic_drafts_change_no_sample(settings: dict) -> None:
+    """A chain or tree that was not drawn is judged with the target's own draws: the sampled text is the same."""
+    model, questions, _ = reference()
+    options = {"max_new_tokens": COUNT, "temperature": 0.8, "seed": 3, **settings}
+    plain = Engine(model, None, max_length=60, batch=3).generate(questions, draft_tokens=0, **options).tokens
+    for tree in (False, True):
+        engine = Engine(model, OracleDrafter(questions, plain, 3, tree=tree), max_length=60, batch=5)
+        result = engine.generate(questions, draft_tokens=4, **options)
+        assert result.tokens == plain
+        assert result.stats.accepted > 0
+
+
+def test_requests_have_settings_of_their_own() -> None:
+    """Greedy and sampled requests share a batch; each gets what it gets alone."""
+    model, questions, answers = reference()
+    params = [SamplingParams(), SamplingParams(0.7, 5, 0.9, 2), SamplingParams(1.0, seed=4), SamplingParams()]
+    requests = [Request(questions[i], 12, p, key=i) for i, p in enumerate(params)]
+
+    def run(chosen: list[Request], batch: int, length: int, chunk: int) -> list[list[int]]:
+        with Engine(model, own_draft(), max_length=60, batch=batch).decoding(length, chunk=chunk, carry=True) as decoding:
+            found = [decoding.submit(request) for request in chosen]
+            while decoding.busy:
+                decoding.step()
+        return [answer.tokens for answer in found]
+
+    together = run(requests, 4, 3, 0)
+    assert together[0] == answers[0][:12]
+    assert together[3] == answers[3][:12]
+    assert together == run(requests, 2, 3, 0) == [run([r], 1, 3, 0)[0] for r in requests]
+    assert run(requests, 4, 3, 2) == [run([r], 1, 3, 2)[0] for r in requests]
+
+
+def test_ancestors() -> None:
+    parents = torch.tensor([[-1, -1, 0, 2, 1], [-1, 0, 1, 2, 3]])
+    found = ancestors(parents)
+    for row, line in enumerate(parents.tolist()):
+        for node in range(6):
+            chain = {node}
+            while node:
+                node = line[node - 1] + 1
+                chain.add(node)
+            assert set(found[row, max(chain)].nonzero()[:, 0].tolist()) == chain
+
+
 @pytest.mark.parametrize("length", [0, 3])
 def test_sampling_does_not_depend_on_the_batch(length: int) -> None:
     model, questions, _ = reference()
     runs = [
-        Engine(model, own_draft(), AUX, max_length=60, batch=batch)
+        Engine(model, own_draft(), max_length=60, batch=batch)
         .generate(questions, max_new_tokens=12, draft_tokens=length, temperature=1.0, seed=4)
         .tokens
         for batch in (1, 3, 8)
     ]
     assert runs[0] == runs[1] == runs[2]
-    other = Engine(model, own_draft(), AUX, max_length=60, batch=8).generate(
+    other = Engine(model, own_draft(), max_length=60, batch=8).generate(
         questions, max_new_tokens=12, draft_tokens=length, temperature=1.0, seed=5
     )
     assert other.tokens != runs[0]
@@ -149,18 +279,20 @@ def test_sampled_output_chi_square(kind: str) -> None:
     model = target(vocab=vocab, scale=1.0)
     prompt = prompts([6], vocab)[0]
 
-    class Fixed:
-        aux_layers = AUX
+    class Fixed(Drafter):
+        deterministic = True
+        weight_bytes = state_bytes = 0
 
-        def propose(self, tokens, aux, starts, counts, length, sampling):  # noqa: ANN001, ANN202
-            from eagle.decode.drafting import Proposal
+        def extend(self, *told: object) -> None: ...
 
-            return Proposal(torch.full((len(starts), length), 3) + torch.arange(length))
+        def draft(self, rows: list[int], length: int, draws: Draws | None) -> Proposal:
+            assert draws is None
+            return Proposal(torch.full((len(rows), length), 3) + torch.arange(length))
 
-        def move(self, source: int, destination: int, length: int) -> None: ...
+        def move(self, source: int, destination: int) -> None: ...
 
     drafter = {"none": None, "eagle": draft(model, vocab=15), "deterministic": Fixed()}[kind]
-    engine = Engine(model, drafter, AUX, max_length=16, batch=500)
+    engine = Engine(model, drafter, max_length=16, batch=500)
     result = engine.generate([prompt] * count, max_new_tokens=3, draft_tokens=3, temperature=temperature, seed=11)
     if kind != "none":
         assert 0 < result.stats.accepted < result.stats.drafted
@@ -178,24 +310,29 @@ def test_sampled_output_chi_square(kind: str) -> None:
 def test_half_precision_runs() -> None:
     model, questions, _ = reference()
     half = target().to(torch.bfloat16)
-    result = Engine(half, draft(model), AUX, max_length=60, batch=8).generate(questions, max_new_tokens=10, draft_tokens=3)
+    result = Engine(half, draft(model), max_length=60, batch=8).generate(questions, max_new_tokens=10, draft_tokens=3)
     assert [len(t) for t in result.tokens] == [10] * 8
 
 
 def test_refuses_what_does_not_fit() -> None:
     model, questions, _ = reference()
-    engine = Engine(model, own_draft(), AUX, max_length=32, batch=2)
+    engine = Engine(model, own_draft(), max_length=32, batch=2)
     for bad in (
         {"prompts": [[]]},
         {"prompts": [questions[7]], "max_new_tokens": 3},
         {"draft_tokens": 17},
-        {"max_new_tokens": 0},
+        {"max_new_tokens": -1},
         {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"batch": 3},
+        {"chunk": -1},
+        {"draft_tokens": FixedLength(1), "chunk": 1},
+        {"draft_tokens": FixedLength(17)},
+        {"carry": True, "verification": "block"},
     ):
-        with pytest.raises(ValueError, match=r"prompt|must be"):
-            engine.generate(**{"prompts": questions[:1], "max_new_tokens": 1, "draft_tokens": 1, **bad})
-    with pytest.raises(ValueError, match="hidden states"):
-        Engine(model, own_draft(), (0, 1), max_length=32, batch=2)
+        with pytest.raises(ValueError, match=r"prompt|must be|possible|goes with|carried"):
+            engine.generate(**{"prompts": questions[:1], "max_new_tokens": 2, "draft_tokens": 1, **bad})
     assert engine.generate([], max_new_tokens=1, draft_tokens=1).tokens == []
     assert len(engine.generate([questions[7]], max_new_tokens=2, draft_tokens=16).tokens[0]) == 2
 

@@ -41,6 +41,12 @@ def test_every_shipped_profile_is_valid_and_differs_from_the_default(profile: st
         ("register.gate.min_acceptance=2", ["closest: 'register.gate.min_acceptance_length'"]),
         ("distill", ["must be section.key=value"]),
         ("runtime.seed=-1", ["runtime.seed"]),
+        ("rivals.medusa_heads=0", ["rivals.medusa_heads", "greater than or equal to 1"]),
+        ("rivals.medusa_nodes=65", ["rivals.medusa_nodes", "less than or equal to 64"]),
+        ("rivals.eagle2_minutes=0", ["rivals.eagle2_minutes", "greater than 0"]),
+        ("rivals.eagle2_feature_weight=-1", ["rivals.eagle2_feature_weight", "greater than or equal to 0"]),
+        ("rivals.medusa_learning_rate=2", ["rivals.medusa_learning_rate", "less than or equal to 1"]),
+        ("rivals.medusa_step=2", ["closest: 'rivals.medusa_steps'"]),
     ],
 )
 def test_a_bad_override_gives_one_line_with_place_and_closest_key(override: str, words: list[str]) -> None:

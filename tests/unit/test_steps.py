@@ -110,6 +110,17 @@ def test_missing_input_busy_folder_and_unknown_name_are_told(tmp_path: Path) -> 
         steps.run_step("secnd", Config(), ROOT, tmp_path)
 
 
+def test_a_step_by_hand_is_found_but_is_no_part_of_the_flow(tmp_path: Path) -> None:
+    assert steps.get_step("rivals") is steps.OPTIONAL_STEPS["rivals"]
+    assert not set(steps.OPTIONAL_STEPS) & set(steps.STEPS)
+    assert [row.step for row in make_plan(Config(), ROOT, tmp_path).rows] == list(steps.STEPS)
+    with pytest.raises(ConfigError) as caught:
+        steps.get_step("rival")
+    assert all(words in str(caught.value) for words in ("closest: 'rivals'", ", ".join(steps.STEPS), "by hand only: rivals"))
+    with pytest.raises(StepFailed, match="input 'dataset' is missing"):
+        steps.run_step("rivals", Config(), ROOT, tmp_path)
+
+
 @pytest.mark.usefixtures("table")
 def test_same_work_gives_the_same_manifest_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):

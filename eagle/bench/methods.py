@@ -1,0 +1,157 @@
+"""The methods that are compared, on one target in memory: their drafters, draft lengths and length policies.
+
+All are our own implementations in one engine. `eagle31*` draft with the run's own drafts; `medusa` and `eagle2` need
+what `eagle step rivals` trains; `ngram` and `lookahead` need no training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eagle.bench.costs import measure_costs
+from eagle.bench.workload import Arm, Workload
+from eagle.config import BenchConfig, DType, Method
+from eagle.decode.chooser import Chooser
+from eagle.decode.control import ControlSettings, LengthPolicy, PidController
+from eagle.decode.cost import CostTable
+from eagle.decode.drafting import EagleDrafter
+from eagle.decode.dynamic_tree import EagleTreeDrafter, TreeShape
+from eagle.decode.engine import Engine
+from eagle.decode.lookahead import NGRAM, LookaheadDrafter
+from eagle.decode.medusa import MedusaDrafter, load_medusa
+from eagle.decode.ngram import NgramDrafter
+from eagle.decode.proposal import MAX_DRAFT_TOKENS, Drafter
+from eagle.draft.io import load_draft
+from eagle.draft.model import DraftModel
+from eagle.errors import StepFailed
+
+_ADAPTIVE: dict[Method, type[PidController] | type[Chooser]] = {"eagle31-pid": PidController, "eagle31-chunks": Chooser}
+# Methods that decode with another one's drafter.
+_SHARES: dict[Method, Method] = {"eagle31-pid": "eagle31", "eagle31-chunks": "eagle31"}
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the drafts are: folders of the steps `distill` and `policy`, and of `rivals` (None: not trained)."""
+
+    distill: Path | None
+    policy: Path
+    rivals: Path | None = None
+
+    def available(self, method: Method) -> bool:
+        """Whether the method can be measured with what is there."""
+        if method in ("medusa", "eagle2"):
+            return self.rivals is not None
+        return method != "eagle31-distilled" or self.distill is not None
+
+
+class Lab:
+    """A target, and the engines of all methods: they share its weights and KV memory and take turns on it.
+
+    `room`: tokens of the longest prompt with its answer. `compiled`: the Eagle chain drafts' step is compiled.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, target: Path, sources: Sources, bench: BenchConfig, control: ControlSettings, *,
+        room: int, batch: int, compiled: bool = False,
+    ) -> None:  # fmt: skip
+        self.bench, self.batch, self.room = bench, batch, room
+        self._target, self._sources, self._control, self._compiled = target, sources, control, compiled
+        self._shape = TreeShape(bench.tree_top_k, bench.tree_nodes, bench.tree_depth)
+        nodes = {"lookahead": 48, "medusa": 64, "eagle2": bench.tree_nodes, "eagle31-tree": bench.tree_nodes}
+        reach = max([MAX_DRAFT_TOKENS, *(nodes.get(method, 0) for method in bench.methods)])
+        self.plain = Engine(model, None, max_length=room, batch=batch, reach=reach)
+        self._engines: dict[Method, Engine] = {"none": self.plain}
+        self._policies: dict[Arm, LengthPolicy] = {}
+        self._costs: dict[tuple[Method, int], CostTable] = {}
+
+    def engine(self, method: Method) -> Engine:
+        """The engine of a method, made at its first use. Raises StepFailed when its draft has not been trained."""
+        method = _SHARES.get(method, method)
+        if method not in self._engines:
+            self._engines[method] = self.plain.sharing(self._drafter(method))
+        return self._engines[method]
+
+    def policy(self, arm: Arm) -> int | LengthPolicy:
+        """How many tokens the arm drafts: its fixed number, or a controller that lives as long as the lab."""
+        return self._policies.get(arm, arm.draft_tokens)
+
+    def prepare(self, arm: Arm, work: Workload, seed: int) -> None:
+        """Measure what an adaptive arm needs to know before it starts."""
+        if arm.method not in _ADAPTIVE or arm in self._policies:
+            return
+        key = (_SHARES[arm.method], arm.batch)
+        if key not in self._costs:
+            self._costs[key] = measure_costs(self.engine(arm.method), work, arm.batch, arm.draft_tokens, seed)
+        self._policies[arm] = _ADAPTIVE[arm.method](self._costs[key], self._control)
+
+    def costs(self) -> dict[str, CostTable]:
+        """The cost tables that were measured, by 'method, batch'."""
+        return {f"{method}, batch {batch}": table for (method, batch), table in self._costs.items()}
+
+    def lengths(self, method: Method) -> Sequence[int]:
+        """The draft lengths at which a method is measured: chains at each configured K, the others at one."""
+        fixed: dict[Method, int] = {
+            "none": 0,
+            "lookahead": NGRAM - 1,
+            "medusa": self.bench.tree_depth,
+            "eagle2": self.bench.tree_depth,
+            "eagle31-tree": self.bench.tree_depth,
+            "eagle31-pid": self.bench.max_draft_tokens,
+            "eagle31-chunks": self.bench.max_draft_tokens,
+        }
+        return [fixed[method]] if method in fixed else sorted(set(self.bench.draft_tokens))
+
+    def _drafter(self, method: Method) -> Drafter:
+        build: dict[Method, Callable[[], Drafter]] = {
+            "ngram": lambda: NgramDrafter(self.batch, self.room),
+            "lookahead": lambda: LookaheadDrafter(self.batch),
+            "medusa": self._medusa,
+            "eagle2": lambda: self._tree(self._rivals() / "eagle2" / "draft"),
+            "eagle31-distilled": lambda: self._chain(self._distilled() / "draft"),
+            "eagle31": lambda: self._chain(self._sources.policy / "draft"),
+            "eagle31-tree": lambda: self._tree(self._sources.policy / "draft"),
+        }
+        return build[method]()
+
+    def _chain(self, draft: Path) -> Drafter:
+        network = self._network(draft)
+        return EagleDrafter.beside(self.plain.target, network, batch=self.batch, max_length=self.room, compiled=self._compiled)
+
+    def _tree(self, draft: Path) -> Drafter:
+        embed = self.plain.target.get_input_embeddings().weight
+        assert isinstance(embed, Tensor)  # noqa: S101 -- for the type checker
+        return EagleTreeDrafter(self._network(draft), embed, batch=self.batch, max_length=self.room, shape=self._shape)
+
+    def _network(self, draft: Path) -> DraftModel:
+        model = self.plain.target
+        return load_draft(draft, self._target, device=str(model.device), dtype=_name(model)).eval()
+
+    def _medusa(self) -> Drafter:
+        model = self.plain.target
+        return MedusaDrafter(load_medusa(self._rivals() / "medusa"), batch=self.batch, dtype=model.dtype, device=model.device)
+
+    def _rivals(self) -> Path:
+        if self._sources.rivals is None:
+            raise StepFailed("medusa and eagle2 are not trained for this run; run: eagle step rivals --dir RUN")
+        return self._sources.rivals
+
+    def _distilled(self) -> Path:
+        if self._sources.distill is None:
+            raise StepFailed("the distilled draft is not there; run: eagle step distill --dir RUN")
+        return self._sources.distill
+
+
+def is_adaptive(method: Method) -> bool:
+    """Whether the method chooses its draft length itself, up to the one named."""
+    return method in _ADAPTIVE
+
+
+def _name(model: PreTrainedModel) -> DType:
+    return "bfloat16" if model.dtype == torch.bfloat16 else "float32"

@@ -1,0 +1,169 @@
+"""One measurement session: methods against no speculation on one workload, and what comes of it as bench.json.
+
+- `rows`: one per (batch, temperature, method, draft_tokens), see `measure.Timed.row`. Spreads are {median, min, max,
+  runs}; `speedup` and `ttft_ratio` are ratios within a turn. Timed runs ignore stop tokens, so their acceptance length
+  also covers what the target says beyond its answer's end.
+- `acceptance`: acceptance length (bonus token included) and by position over all prompts, to the answers' ends, of every
+  method with a fixed draft length.
+- `equality`: share of greedy float32 tokens equal to the target's own, with every first difference.
+- `cost_ratio`: draft step / target step without speculation, at the smallest batch. `memory`: bytes and overhead of the
+  first method; `memory_by_method`: the overheads of all. `costs`: the tables that adaptive methods decide by.
+- `recommended`: the fixed draft length to serve with at each batch size, 0 = none, from the rows.
+- device, threads, dtype, draft_step, prompts, prompt_ids, kinds, max_new_tokens, turns, seed, busy_percent, versions.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from eagle import manifest
+from eagle.bench import measure, plots, table
+from eagle.bench.methods import Lab, Sources, is_adaptive
+from eagle.bench.workload import Arm, Workload, speed_arms, window_size
+from eagle.config import Config, Method
+from eagle.decode.control import ControlSettings
+from eagle.errors import StepFailed
+from eagle.progress import Track, say
+from eagle.target.load import load_target, pick_device, setup_torch, target_dims
+
+BUSY_PERCENT = 25.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """What is measured: a target folder, the drafts of a run, its tune step's findings, and prompts."""
+
+    config: Config
+    target: Path
+    sources: Sources
+    tuned: dict[str, Any]
+    work: Workload
+
+    @property
+    def methods(self) -> list[Method]:
+        """The methods, each once, without `none`, which is always measured."""
+        return [method for method in dict.fromkeys(self.config.bench.methods) if method != "none"]
+
+
+def read_tuned(folder: Path) -> dict[str, Any]:
+    """Return tuned.json of a tune step's folder. Raises StepFailed for one that lacks a key."""
+    tuned: dict[str, Any] = manifest.read_json(folder / "tuned.json")
+    for key in ("threads", "dtype", "draft_step"):
+        if key not in tuned:
+            raise StepFailed(f"{folder / 'tuned.json'}: no key '{key}'; run: eagle step tune --dir {folder.parent} --force")
+    return tuned
+
+
+def run_session(session: Session) -> dict[str, Any]:
+    """Measure, and return bench.json's content."""
+    config, bench, tuned, work = session.config, session.config.bench, session.tuned, session.work
+    device = pick_device(config.runtime.device)
+    setup_torch(tuned["threads"] if device == "cpu" else config.runtime.threads, config.runtime.seed)
+    # A dtype that was asked for is obeyed; otherwise the one that was measured to be faster here.
+    dtype = bench.dtype if "dtype" in bench.model_fields_set else tuned["dtype"]
+    busy = psutil.cpu_percent(interval=0.3)
+    if busy > BUSY_PERCENT:
+        say(f"bench: other processes use {busy:.0f} % of the cores: the timings are not reliable")
+    stop = frozenset(target_dims(session.target).eos_token_ids)
+    compiled = tuned["draft_step"] == "compiled"
+    lab = make_lab(session, dtype, device, max(bench.batch_sizes), compiled)
+    result: dict[str, Any] = {
+        "device": tuned.get("cpu_model", "cpu") if device == "cpu" else torch.cuda.get_device_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": dtype,
+        "draft_step": tuned["draft_step"],
+        "prompts": len(work.prompts),
+        "prompt_ids": work.ids,
+        "kinds": {kind: work.kinds.count(kind) for kind in sorted(set(work.kinds))},
+        "max_new_tokens": bench.max_new_tokens,
+        "turns": bench.rounds,
+        "seed": config.runtime.seed,
+        "busy_percent": busy,
+        "versions": manifest.versions(),
+        "memory": measure.memory(lab.engine(session.methods[0])) if session.methods else None,
+        "memory_by_method": {m: measure.memory(lab.engine(m))["overhead"] for m in session.methods},
+        **_timed(session, lab),
+        "acceptance": _acceptance(session, lab, stop),
+        "costs": {name: json.loads(costs.to_json()) for name, costs in lab.costs().items()},
+    }
+    del lab  # its memory is needed for the float32 target
+    say("bench: greedy equality in float32")
+    result["equality"] = _equality(session, device, stop)
+    result["recommended"] = measure.recommend(result["rows"], min(bench.temperatures))
+    return result
+
+
+def make_lab(session: Session, dtype: str, device: str, batch: int, compiled: bool) -> Lab:
+    """Load the target and return the lab of the session's methods."""
+    config = session.config
+    model = load_target(session.target, dtype, device, trust_remote_code=config.target.trust_remote_code)
+    control = ControlSettings(**{**config.control.model_dump(), "max_tokens": config.bench.max_draft_tokens})
+    room = session.work.longest + config.bench.max_new_tokens
+    return Lab(model, session.target, session.sources, config.bench, control, room=room, batch=batch, compiled=compiled)
+
+
+def _timed(session: Session, lab: Lab) -> dict[str, Any]:
+    """Time all groups of arms; returns the rows and the cost ratio."""
+    bench, seed = session.config.bench, session.config.runtime.seed
+    temperatures = sorted(set(bench.temperatures))
+    groups = speed_arms(sorted(set(bench.batch_sizes)), temperatures, session.methods, lab.lengths)
+    rows: list[dict[str, Any]] = []
+    cost: dict[str, Any] = {"median": None}
+    with Track("bench", bench.rounds * sum(len(group) for group in groups), "runs") as track:
+        for group in groups:
+            size = window_size(len(session.work.prompts), group[0].batch, bench.rounds)
+            if group[0].temperature != temperatures[0]:
+                size = max(group[0].batch, size // 2)  # a second look, at half the cost
+            timed = measure.race(
+                lab, session.work, group, max_new_tokens=bench.max_new_tokens, size=size, rounds=bench.rounds, seed=seed,
+                done=track.advance,
+            )  # fmt: skip
+            rows += [one.row(timed[0]) for one in timed]
+            chains = [one for one in timed if one.arm.method == "eagle31"]
+            if chains and cost["median"] is None:
+                cost = measure.cost_ratio(timed[0], chains[-1])
+    return {"rows": rows, "cost_ratio": cost}
+
+
+def _acceptance(session: Session, lab: Lab, stop: frozenset[int]) -> list[dict[str, Any]]:
+    bench, found = session.config.bench, []
+    for method in session.methods:
+        if is_adaptive(method):
+            continue
+        for temperature in sorted(set(bench.temperatures)):
+            for length in lab.lengths(method):
+                arm = Arm(lab.batch, temperature, length, method)
+                say(f"bench: acceptance of {arm.name} at T={temperature:g}")
+                counted = measure.acceptance(
+                    lab.engine(method), session.work, arm, max_new_tokens=bench.max_new_tokens, seed=session.config.runtime.seed,
+                    stop=stop,
+                )  # fmt: skip
+                found.append(counted)
+    return found
+
+
+def _equality(session: Session, device: str, stop: frozenset[int]) -> dict[str, Any]:
+    """Compare all methods' text in float32, at batch 1 and in one ragged batch."""
+    bench, seed = session.config.bench, session.config.runtime.seed
+    prompts = session.work.prompts[: bench.equality_prompts]
+    lab = make_lab(session, "float32", device, len(prompts), compiled=False)
+    arms = [Arm(b, 0.0, max(lab.lengths(m)), m) for m in session.methods or ["none"] for b in sorted({1, len(prompts)})]
+    for arm in arms:
+        lab.prepare(arm, session.work, seed)
+    return measure.equality(lab, arms, prompts, max_new_tokens=bench.max_new_tokens, stop=stop)
+
+
+def write_outputs(folder: Path, result: dict[str, Any]) -> None:
+    """Write bench.json, bench.csv, table.txt and the plots, and show the table."""
+    manifest.write_json(folder / "bench.json", result)
+    text = table.render(result)
+    manifest.write_text(folder / "table.txt", text)
+    manifest.write_text(folder / "bench.csv", table.to_csv(result))
+    plots.draw_all(result, folder)
+    say("\n" + text)
