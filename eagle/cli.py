@@ -112,6 +112,31 @@ def plan(context: typer.Context, folder: DirOption = None, profile: ProfileOptio
         console.print(line, markup=False, highlight=False)
 
 
+@app.command()
+def bench(
+    context: typer.Context,
+    suite: Annotated[str, typer.Option("--suite", help="default, heldout, mixed, load, or a JSONL file of prompts.")] = "default",
+    folder: DirOption = None,
+    methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated; default: all that can be measured.")] = None,
+    batches: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,32",
+    prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="At most this many prompts of the suite.")] = 32,
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Interleaved turns.")] = 5,
+    out: Annotated[Path | None, typer.Option("--out", help="Output folder; default RUN/bench-<suite>.")] = None,
+    profile: ProfileOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Compare speculation methods with the drafts of a run. Example: eagle bench --suite default --dir runs/default"""
+    from eagle.bench.compare import available_methods, compare, find_sources
+
+    said = [f"bench.batch_sizes=[{batches}]", f"bench.rounds={rounds}", "bench.temperatures=[0.0]"]
+    config, root, chosen = _load(context, profile, [*said, *(overrides or ())])
+    base = _base(root, config, chosen, folder)
+    wanted = methods or ",".join(available_methods(find_sources(base), base))
+    config, root, _ = _load(context, profile, [*said, f"bench.methods=[{wanted}]", *(overrides or ())])
+    done = compare(config, root, base, suite, prompts, out)
+    say(f"bench: done -> {done}; next: eagle bench --suite load --dir {base}")
+
+
 @app.command("config")
 def show_config(context: typer.Context, profile: ProfileOption = None, overrides: SetOption = None) -> None:
     """Print the effective configuration as YAML. Example: eagle --set draft.layers=1 config"""

@@ -223,6 +223,12 @@ class BenchConfig(Section):
     rounds: Annotated[int, Field(ge=2)] = Field(3, description="interleaved repeats (A B A B ...)")
     dtype: DType = Field("bfloat16", description="dtype of the timed runs; equality is always checked in fp32")
     equality_prompts: PositiveInt = Field(8, description="prompts of the fp32 greedy equality check")
+    load_rates: list[Annotated[float, Field(gt=0.0, le=1e6)]] = Field(
+        default_factory=lambda: [0.5, 1.0, 2.0, 4.0], min_length=1, description="arrivals per second of the suite 'load'"
+    )
+    load_requests: PositiveInt = Field(32, description="requests at each of these rates")
+    load_ttft_ms: Annotated[float, Field(gt=0.0)] = Field(1000.0, description="limit of time to first token for goodput")
+    load_itl_ms: Annotated[float, Field(gt=0.0)] = Field(200.0, description="limit of the mean inter-token latency for goodput")
 
 
 class RivalsConfig(Section):
@@ -236,7 +242,7 @@ class RivalsConfig(Section):
     eagle2_steps: PositiveInt = Field(1200, description="optimiser steps")
     eagle2_minutes: Annotated[float, Field(gt=0.0)] = Field(9.0, description="budget of training time, as distill.max_minutes")
     eagle2_feature_weight: Annotated[float, Field(ge=0.0)] = Field(
-        1.0, description="weight of the distance between the draft's and the target's states; the cross-entropy's is 1"
+        10.0, description="weight of the distance between the draft's and the target's states; the cross-entropy's is 1"
     )
 
 
@@ -244,17 +250,17 @@ class ControlConfig(Section):
     """The controllers of the draft length; see `eagle.decode.control.ControlSettings`, whose defaults these are."""
 
     memory: Annotated[float, Field(ge=1.0)] = Field(32.0, description="rounds that the survival estimate remembers")
-    prior_acceptance: Fraction = Field(0.6, description="per-token acceptance before any evidence")
+    prior_acceptance: Fraction = Field(0.5, description="per-token acceptance before any evidence")
     beta: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.2, description="smoothing of the hit rate, the PID's measured variable")
     kp: Annotated[float, Field(ge=0.0)] = Field(2.0, description="draft tokens per unit of hit rate")
-    ki: Annotated[float, Field(ge=0.0)] = 0.25
+    ki: Annotated[float, Field(ge=0.0)] = 0.15
     kd: Annotated[float, Field(ge=0.0)] = Field(0.5, description="acts on the measurement")
     trim_limit: Annotated[float, Field(ge=0.0)] = Field(1.0, description="bound of the PID's correction, draft tokens")
     dead_band: Annotated[float, Field(ge=0.5, lt=1.0)] = Field(0.75, description="change of the trim that moves K, draft tokens")
-    surprise: Annotated[float, Field(gt=0.0)] = Field(0.3, description="deviation of the hit rate that makes it forget")
+    surprise: Annotated[float, Field(gt=0.0)] = Field(2.0, description="standard deviations of the hit rate that make it forget")
     speculation_margin: Annotated[float, Field(ge=0.0)] = Field(0.02, description="gain promised before speculation begins")
-    probe_every: PositiveInt = Field(16, description="rounds without speculation before it is tried again")
-    probe_budget: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.01, description="share of the time that probes may cost")
+    probe_every: PositiveInt = Field(5, description="rounds without speculation before it is tried again")
+    probe_budget: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.009, description="share of the time that probes may cost")
 
 
 class BundleConfig(Section):

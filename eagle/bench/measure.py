@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eagle.bench.workload import Arm, Workload
+from eagle.bench.workload import Arm, Workload, is_adaptive
 from eagle.config import Method
 from eagle.decode.control import LengthPolicy
 from eagle.decode.engine import Engine
@@ -65,6 +65,7 @@ class Timed:
             "acceptance_length": round(accepted.acceptance_length, 4) if drafted else None,
             "mean_draft_tokens": round(accepted.mean_draft_tokens, 3) if drafted else None,
             "lengths": {str(length): count for length, count in sorted(accepted.lengths.items())} if drafted else None,
+            "chosen": [step.length for step in self.stats[-1].steps] if is_adaptive(self.arm.method) else None,
             "peak_logits_mib": round(max(s.peak_logits_bytes for s in self.stats) / 2**20, 3),
             "tokens": sum(s.tokens for s in self.stats),
         }

@@ -62,7 +62,8 @@ class Lab:
         room: int, batch: int, compiled: bool = False,
     ) -> None:  # fmt: skip
         self.bench, self.batch, self.room = bench, batch, room
-        self._target, self._sources, self._control, self._compiled = target, sources, control, compiled
+        self.control = control
+        self._target, self._sources, self._compiled = target, sources, compiled
         self._shape = TreeShape(bench.tree_top_k, bench.tree_nodes, bench.tree_depth)
         nodes = {"lookahead": 48, "medusa": 64, "eagle2": bench.tree_nodes, "eagle31-tree": bench.tree_nodes}
         reach = max([MAX_DRAFT_TOKENS, *(nodes.get(method, 0) for method in bench.methods)])
@@ -89,7 +90,11 @@ class Lab:
         key = (_SHARES[arm.method], arm.batch)
         if key not in self._costs:
             self._costs[key] = measure_costs(self.engine(arm.method), work, arm.batch, arm.draft_tokens, seed)
-        self._policies[arm] = _ADAPTIVE[arm.method](self._costs[key], self._control)
+        self._policies[arm] = _ADAPTIVE[arm.method](self._costs[key], self.control)
+
+    def cost_table(self, arm: Arm) -> CostTable:
+        """The table by which a prepared adaptive arm decides."""
+        return self._costs[_SHARES[arm.method], arm.batch]
 
     def costs(self) -> dict[str, CostTable]:
         """The cost tables that were measured, by 'method, batch'."""
@@ -146,11 +151,6 @@ class Lab:
         if self._sources.distill is None:
             raise StepFailed("the distilled draft is not there; run: eagle step distill --dir RUN")
         return self._sources.distill
-
-
-def is_adaptive(method: Method) -> bool:
-    """Whether the method chooses its draft length itself, up to the one named."""
-    return method in _ADAPTIVE
 
 
 def _name(model: PreTrainedModel) -> DType:

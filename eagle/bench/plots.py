@@ -15,8 +15,11 @@ _DPI = 150
 
 
 def draw_all(bench: dict[str, Any], folder: Path) -> list[str]:
-    """Draw acceptance_by_position.png and speed_by_batch.png into `folder`; returns the names."""
+    """Draw acceptance_by_position.png, speed_by_batch.png and, of adaptive methods, draft_length.png; returns the names."""
     plots = {"acceptance_by_position.png": _acceptance(bench), "speed_by_batch.png": _speed(bench)}
+    chosen = [row for row in bench["rows"] if row.get("chosen")]
+    if chosen:
+        plots["draft_length.png"] = _lengths(chosen)
     for name, figure in plots.items():
         FigureCanvasAgg(figure)
         figure.savefig(folder / name, dpi=_DPI, metadata={"Software": None})
@@ -64,4 +67,18 @@ def _speed(bench: dict[str, Any]) -> Figure:
     axes.set_title(f"Speed, T={temperature:g}, {bench['dtype']}")
     axes.grid(axis="y", alpha=0.3)
     axes.legend()
+    return figure
+
+
+def _lengths(rows: list[dict[str, Any]]) -> Figure:
+    """The draft length that each adaptive arm chose, step by step, in its last turn."""
+    figure = Figure(figsize=(_SIZE[0], 1.0 + 1.6 * len(rows)), layout="constrained")
+    for axes, row in zip(figure.subplots(len(rows), squeeze=False)[:, 0], rows, strict=True):
+        axes.step(range(len(row["chosen"])), row["chosen"], where="mid", linewidth=0.9)
+        axes.set_ylim(-0.5, row["draft_tokens"] + 0.5)
+        name = arm_name(row["method"], row["draft_tokens"])
+        axes.set_title(f"{name}, batch {row['batch']}, T={row['temperature']:g}", fontsize=9)
+        axes.set_ylabel("K")
+        axes.grid(alpha=0.3)
+    axes.set_xlabel("step")
     return figure

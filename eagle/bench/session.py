@@ -8,6 +8,8 @@
 - `equality`: share of greedy float32 tokens equal to the target's own, with every first difference.
 - `cost_ratio`: draft step / target step without speculation, at the smallest batch. `memory`: bytes and overhead of the
   first method; `memory_by_method`: the overheads of all. `costs`: the tables that adaptive methods decide by.
+- `replay`: per batch size, what recorded acceptance says of every fixed K, the oracle and the controller (`replays.judge`);
+  only with `eagle31-pid` among the methods. Its rounds are in trace-b<batch>.jsonl.
 - `recommended`: the fixed draft length to serve with at each batch size, 0 = none, from the rows.
 - device, threads, dtype, draft_step, prompts, prompt_ids, kinds, max_new_tokens, turns, seed, busy_percent, versions.
 """
@@ -23,16 +25,18 @@ import psutil
 import torch
 
 from eagle import manifest
-from eagle.bench import measure, plots, table
-from eagle.bench.methods import Lab, Sources, is_adaptive
-from eagle.bench.workload import Arm, Workload, speed_arms, window_size
+from eagle.bench import measure, plots, replays, table
+from eagle.bench.methods import Lab, Sources
+from eagle.bench.workload import Arm, Workload, is_adaptive, speed_arms, window_size
 from eagle.config import Config, Method
 from eagle.decode.control import ControlSettings
+from eagle.decode.replay import Round
 from eagle.errors import StepFailed
 from eagle.progress import Track, say
 from eagle.target.load import load_target, pick_device, setup_torch, target_dims
 
 BUSY_PERCENT = 25.0
+Traces = dict[int, list[Round]]
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ def read_tuned(folder: Path) -> dict[str, Any]:
     return tuned
 
 
-def run_session(session: Session) -> dict[str, Any]:
-    """Measure, and return bench.json's content."""
+def run_session(session: Session) -> tuple[dict[str, Any], Traces]:
+    """Measure; returns bench.json's content and the recorded traces."""
     config, bench, tuned, work = session.config, session.config.bench, session.tuned, session.work
     device = pick_device(config.runtime.device)
     setup_torch(tuned["threads"] if device == "cpu" else config.runtime.threads, config.runtime.seed)
@@ -73,6 +77,7 @@ def run_session(session: Session) -> dict[str, Any]:
     stop = frozenset(target_dims(session.target).eos_token_ids)
     compiled = tuned["draft_step"] == "compiled"
     lab = make_lab(session, dtype, device, max(bench.batch_sizes), compiled)
+    traces: Traces = {}
     result: dict[str, Any] = {
         "device": tuned.get("cpu_model", "cpu") if device == "cpu" else torch.cuda.get_device_name(),
         "threads": torch.get_num_threads(),
@@ -90,13 +95,14 @@ def run_session(session: Session) -> dict[str, Any]:
         "memory_by_method": {m: measure.memory(lab.engine(m))["overhead"] for m in session.methods},
         **_timed(session, lab),
         "acceptance": _acceptance(session, lab, stop),
+        "replay": _replay(session, lab, traces),
         "costs": {name: json.loads(costs.to_json()) for name, costs in lab.costs().items()},
     }
     del lab  # its memory is needed for the float32 target
     say("bench: greedy equality in float32")
     result["equality"] = _equality(session, device, stop)
     result["recommended"] = measure.recommend(result["rows"], min(bench.temperatures))
-    return result
+    return result, traces
 
 
 def make_lab(session: Session, dtype: str, device: str, batch: int, compiled: bool) -> Lab:
@@ -148,6 +154,21 @@ def _acceptance(session: Session, lab: Lab, stop: frozenset[int]) -> list[dict[s
     return found
 
 
+def _replay(session: Session, lab: Lab, traces: Traces) -> list[dict[str, Any]]:
+    """Record acceptance at the longest draft and judge the controller on it; `traces` gets the rounds by batch size."""
+    bench, found = session.config.bench, []
+    if "eagle31-pid" not in session.methods:
+        return []
+    longest = bench.max_draft_tokens
+    for batch in sorted(set(bench.batch_sizes)):
+        say(f"bench: recording acceptance with K={longest} at batch {batch}")
+        prompts = session.work.window(0, max(batch, len(session.work.prompts)))
+        traces[batch] = replays.record(lab.engine("eagle31-pid"), prompts, batch, longest, bench.max_new_tokens)
+        arm = Arm(batch, min(bench.temperatures), longest, "eagle31-pid")
+        found.append(replays.judge(traces[batch], lab.cost_table(arm), lab.control, longest, batch))
+    return found
+
+
 def _equality(session: Session, device: str, stop: frozenset[int]) -> dict[str, Any]:
     """Compare all methods' text in float32, at batch 1 and in one ragged batch."""
     bench, seed = session.config.bench, session.config.runtime.seed
@@ -159,8 +180,9 @@ def _equality(session: Session, device: str, stop: frozenset[int]) -> dict[str, 
     return measure.equality(lab, arms, prompts, max_new_tokens=bench.max_new_tokens, stop=stop)
 
 
-def write_outputs(folder: Path, result: dict[str, Any]) -> None:
-    """Write bench.json, bench.csv, table.txt and the plots, and show the table."""
+def write_outputs(folder: Path, result: dict[str, Any], traces: Traces) -> None:
+    """Write bench.json, bench.csv, table.txt, the traces and the plots, and show the table."""
+    replays.write_traces(folder, traces)
     manifest.write_json(folder / "bench.json", result)
     text = table.render(result)
     manifest.write_text(folder / "table.txt", text)

@@ -29,8 +29,8 @@ def run(context: StepContext) -> dict[str, Any]:
         raise ConfigError("bench.methods: the step 'bench' measures the run's own draft: 'eagle31' must be among them")
     work = load_workload(context.inputs["dataset"], config.bench.prompts)
     target = ensure_target(config.target, context.root, context.cache)
-    result = run_session(Session(config, target, sources, tuned, work))
-    write_outputs(context.out, result)
+    result, traces = run_session(Session(config, target, sources, tuned, work))
+    write_outputs(context.out, result, traces)
     return _metrics(result)
 
 

@@ -21,7 +21,7 @@ def _range(value: dict[str, Any] | None, digits: int, unit: str = "") -> str:
     return f"{value['median']:.{digits}f}{unit} [{value['min']:.{digits}f}..{value['max']:.{digits}f}]"
 
 
-def render(bench: Bench, width: int = 118) -> str:
+def render(bench: Bench, width: int = 150) -> str:
     """Return the table and the lines under it as plain text."""
     table = Table(title=Text(_title(bench)), title_justify="left", show_edge=False)
     for head in ("batch", "T", "speculation"):
@@ -87,6 +87,11 @@ def _notes(bench: Bench) -> list[str]:
         lines.append(
             f"memory overhead, of the target's weights and KV cache ({memory['batch']} x {memory['max_length']} tokens): {shares}"
         )
+    for entry in bench["replay"]:
+        lines.append(
+            f"replay of {entry['rounds']} rounds, batch {entry['batch']}: best fixed K = {entry['best_fixed_k']}; "
+            f"PID's regret to it {100 * entry['regret_to_best_fixed']:.1f} %, to the best K of every round {100 * entry['regret_to_oracle']:.1f} %"
+        )
     for entry in bench["recommended"]:
         name = arm_name("eagle31" if entry["draft_tokens"] else "none", entry["draft_tokens"])
         gain = f"{entry['speedup']:.2f}x" if entry["draft_tokens"] else "speculation does not pay"
@@ -109,6 +114,8 @@ def to_csv(bench: Bench) -> str:
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.items():
+        if name in ("chosen", "lengths"):
+            continue  # lists belong into bench.json
         if isinstance(value, dict):
             flat |= {f"{name}_{key}": number for key, number in value.items() if key != "runs"}
         elif value is not None:

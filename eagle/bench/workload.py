@@ -77,6 +77,11 @@ def arm_name(method: Method, draft_tokens: int) -> str:
     return label if method == "none" else f"{label}, {_SIZES.get(method, 'K')}={draft_tokens}"
 
 
+def is_adaptive(method: Method) -> bool:
+    """Whether the method chooses its draft length itself, up to the one named."""
+    return method in ("eagle31-pid", "eagle31-chunks")
+
+
 def load_workload(dataset: Path, count: int) -> Workload:
     """Return up to `count` held-out prompts, spread evenly over all (rows lie in an order without meaning).
 

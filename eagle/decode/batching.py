@@ -11,7 +11,7 @@ step's pass with everybody's first.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ from eagle.target.taps import HiddenTaps
 if TYPE_CHECKING:
     from eagle.decode.engine import Engine
 
+_Resolved = dict[int, list[int]]  # draft length -> accepted draft tokens of each draft that was decided
 _PREFILL_ROWS = 8  # rows per prefill pass: bounds the logits, which are computed at every row's last position
 
 
@@ -159,7 +160,7 @@ class Decoding:
         began = self.clock()
         proposal = self._draft(plan.length) if plan.length else None
         drafted = self.clock()
-        resolved: list[int] = []
+        resolved: _Resolved = defaultdict(list)
         if proposal is not None and proposal.parents is not None:
             self._tree_pass(proposal, plan.length, resolved)
         else:
@@ -167,8 +168,12 @@ class Decoding:
             while going and not self.carry:
                 going = self._pass(going, plan.chunk, resolved)
         decided = self.clock()
-        self.stats.record(count, plan.length if proposal else 0, resolved, drafted - began, decided - drafted)
-        self.policy.observe(count, plan, resolved)
+        decisions = [accepted for found in resolved.values() for accepted in found]
+        self.stats.record(count, plan.length if proposal else 0, decisions, drafted - began, decided - drafted)
+        for length, accepted in resolved.items():  # drafts that were carried over may have another length than this step's
+            self.policy.observe(count, Plan(length, plan.chunk), accepted)
+        if not plan.length and not resolved:
+            self.policy.observe(count, plan, [])
         self._leave()
 
     def _plan(self) -> Plan:
@@ -241,10 +246,10 @@ class Decoding:
                 self._slots[row].left = Left(proposal, i, tokens)
         return proposal
 
-    def _pass(self, rows: list[int], chunk: int, resolved: list[int]) -> list[int]:
+    def _pass(self, rows: list[int], chunk: int, resolved: _Resolved) -> list[int]:
         """Feed each row's pending token and the next part of its draft; return the rows whose next part may follow.
 
-        `resolved` gets the accepted draft tokens of each draft that is decided now.
+        `resolved` gets the drafts that are decided now.
         """
         slots = [self._slots[row] for row in rows]
         # With as many drafts as a chunk holds tokens, the chunk's logits decide them all, and none is left for a bonus.
@@ -276,15 +281,15 @@ class Decoding:
                 self._resolve(slot, resolved)
         return [row for row in going if self._slots[row].left]
 
-    def _resolve(self, slot: Slot, resolved: list[int]) -> None:
+    def _resolve(self, slot: Slot, resolved: _Resolved) -> None:
         """A row's draft is decided: count it."""
         assert slot.left is not None  # noqa: S101 -- for the type checker
         self.stats.observe([slot.left.at], len(slot.left.tokens))
         slot.answer.accepted.append(slot.left.at)
-        resolved.append(slot.left.at)
+        resolved[len(slot.left.tokens)].append(slot.left.at)
         slot.left = None
 
-    def _tree_pass(self, proposal: Proposal, depth: int, resolved: list[int]) -> None:
+    def _tree_pass(self, proposal: Proposal, depth: int, resolved: _Resolved) -> None:
         """Verify a tree per row in one pass; the accepted branch becomes the row's line."""
         assert self.drafter is not None  # noqa: S101 -- for the type checker
         assert proposal.parents is not None  # noqa: S101 -- for the type checker
@@ -318,7 +323,7 @@ class Decoding:
             gained = tokens[row][: accepted[row]] + tokens[row][-1:]
             self.stats.observe([accepted[row]], depth)
             slot.answer.accepted.append(accepted[row])
-            resolved.append(accepted[row])
+            resolved[depth].append(accepted[row])
             self._gain(row, gained, None if aux is None else aux[row, : len(gained)], now)
 
     def _gain(self, row: int, tokens: list[int], aux: Tensor | None, now: float) -> None:

@@ -96,7 +96,7 @@ class Chooser:
             self._model.rest(bucket.probe.burst(batch))
             bucket.probe.rest(batch)
             return
-        if len(accepted) != batch:
+        if not 0 < len(accepted) <= batch:
             raise ValueError(f"{len(accepted)} accepted counts for a batch of {batch}")
         probing = bucket.plan.length == 0
         self._model.observe(plan.length, accepted)

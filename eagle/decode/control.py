@@ -37,7 +37,7 @@ class LengthPolicy(Protocol):
         """The next round's plan for `batch` requests. Asking twice gives the same answer."""
 
     def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
-        """Tell a round's outcome: the accepted draft tokens of each request; empty, or zeros, when K was 0."""
+        """Tell a round's outcome: the accepted draft tokens of each request that was drafted for; empty when K was 0."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ class PidController:
             self._last = None
             self._trace.append(RoundRecord(batch, 0, None, None, base, bucket.trim, False))
             return
-        if len(accepted) != batch:
+        if not 0 < len(accepted) <= batch:
             raise ValueError(f"{len(accepted)} accepted counts for a batch of {batch}")
         setpoint = self._model.hit_rate(base or plan.length)
         self._model.observe(plan.length, accepted)

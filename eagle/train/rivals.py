@@ -6,8 +6,9 @@ Both are our implementations, for the comparison only; no figure of theirs is th
 - A draft in the manner of EAGLE-2 (Li et al. 2024, arXiv 2406.16858, which trains as EAGLE does, arXiv 2401.15077): one
   layer of the target's shape that reads the target's last hidden state and is trained with the target's states and the
   data's tokens only. The loss is the cross-entropy plus the distance of the draft's state to the target's next one, which
-  the draft stands in for while it drafts. Unlike the papers': our `DraftModel` (norms before the layer, a reduced
-  vocabulary with a head of its own that starts as the target's), states before the final norm, no noise on the states.
+  the draft's stands in for while it drafts. Unlike the papers': our `DraftModel` (the layer reads token and state side by
+  side, each after a norm of its own; a reduced vocabulary, with a head that starts as the target's and is trained), the
+  optimiser and its budget, and no noise on the states.
 """
 
 from __future__ import annotations
@@ -41,6 +42,13 @@ from eagle.train.medusa import MedusaSettings, train_medusa
 
 MEDUSA, EAGLE2 = "medusa", "eagle2"
 ABOUT = "rivals.json"
+_METHODS = {
+    MEDUSA: {"method": "Medusa-1 heads, our implementation", "paper": "Cai et al. 2024, arXiv 2401.10774"},
+    EAGLE2: {
+        "method": "one-layer draft in the manner of EAGLE-2, our implementation",
+        "paper": "Li et al. 2024, arXiv 2406.16858; its training: arXiv 2401.15077",
+    },
+}
 Part = Callable[[Path], dict[str, Any]]  # fills a folder; returns settings, metrics and seconds of training
 
 
@@ -68,15 +76,6 @@ def run(context: StepContext) -> dict[str, Any]:
     }
     manifest.write_json(context.out / ABOUT, {"data": found["content_hash"], "rivals": about})
     return {name: {**part["metrics"], "seconds": round(part["seconds"], 1)} for name, part in made.items()}
-
-
-_METHODS = {
-    MEDUSA: {"method": "Medusa-1 heads, our implementation", "paper": "Cai et al. 2024, arXiv 2401.10774"},
-    EAGLE2: {
-        "method": "one-layer draft in the manner of EAGLE-2, our implementation",
-        "paper": "Li et al. 2024, arXiv 2406.16858; its training: arXiv 2401.15077",
-    },
-}
 
 
 def _part(context: StepContext, name: str, make: Part) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def eagle2_config(config: Config, dims: TargetDims) -> Config:
     content["draft"] = {
         "layers": 1, "heads": dims.num_heads, "kv_heads": dims.num_kv_heads, "head_dim": dims.head_dim,
         "hidden_size": dims.hidden_size, "intermediate_size": dims.intermediate_size, "vocab_size": config.draft.vocab_size,
-        "fc_norm": False, "norm_output": False, "norm_before_residual": False,
+        "fc_norm": False, "norm_output": False, "norm_before_residual": True,  # states have the scale that a norm gives them
     }
     content["distill"] |= {
         "stages": [{"depth": 1, "steps": config.rivals.eagle2_steps}], "max_minutes": config.rivals.eagle2_minutes,
@@ -157,13 +156,15 @@ def eagle2_config(config: Config, dims: TargetDims) -> Config:
 
 
 class Eagle2Trainer(distill.Trainer):
-    """Distill's loop with EAGLE's loss."""
+    """Distill's loop with EAGLE's loss; fc stays the identity, since EAGLE's layer reads the state itself."""
 
     name: ClassVar[str] = EAGLE2
     budget_key: ClassVar[str] = "rivals.eagle2_minutes"
 
-    def __init__(self, *given: Any, feature_weight: float) -> None:
-        super().__init__(*given)
+    def __init__(self, model: DraftModel, *given: Any, feature_weight: float) -> None:
+        torch.nn.init.eye_(model.fc.weight)
+        model.fc.requires_grad_(False)
+        super().__init__(model, *given)
         self.feature_weight = feature_weight
 
     def loss(self, batch: Batch) -> tuple[Tensor, list[float]]:
@@ -174,9 +175,9 @@ class Eagle2Trainer(distill.Trainer):
 def eagle2_loss(model: DraftModel, batch: Batch, feature_weight: float, draft_of: Tensor) -> tuple[Tensor, list[float]]:
     """Return (cross-entropy + `feature_weight` times feature loss, [share of right argmax tokens]) of one batch.
 
-    EAGLE, arXiv 2401.15077: at position t the draft's state stands in for the target's fused state of t+1, so
-    their smooth L1 distance is the feature loss. Both are divided by the root mean square of the target's, since states
-    before the final norm have no fixed scale. No gradient goes through the target's side. draft_of [V]: see
+    EAGLE, arXiv 2401.15077: at position t the draft's state stands in for the target's of position t+1, so their smooth L1
+    distance is the feature loss. The target's is divided by its root mean square (the papers' states are those after the
+    final norm; ours are normed by the layer that reads them). The papers' ratio is `feature_weight` = 10. draft_of [V]: see
     `distillation_loss`.
     """
     rows, cols = batch.anchors()
@@ -184,6 +185,6 @@ def eagle2_loss(model: DraftModel, batch: Batch, feature_weight: float, draft_of
     states = model.fuse(batch.aux)
     normed, feedback = model.step(batch.tokens[:, 1:], states[:, :-1], positions, PrefixAttention())
     loss, right = distill.token_loss(model, batch, normed[rows, cols], rows, cols + 2, draft_of)
-    goal = states[rows, cols + 1].detach()
-    scale = goal.square().mean(dim=-1, keepdim=True).clamp_min(model.spec.rms_norm_eps).sqrt()
-    return loss + feature_weight * F.smooth_l1_loss(feedback[rows, cols] / scale, goal / scale), [right]
+    following = states[rows, cols + 1].detach()
+    goal = F.rms_norm(following, following.shape[-1:], eps=model.spec.rms_norm_eps)
+    return loss + feature_weight * F.smooth_l1_loss(feedback[rows, cols], goal), [right]

@@ -133,7 +133,7 @@ def test_bad_rounds() -> None:
     with pytest.raises(ValueError, match="widths"):
         Chooser(costs, chunks=(0,))
     with pytest.raises(ValueError, match="batch of 3"):
-        Chooser(costs).observe(3, Plan(1), [1])
+        Chooser(costs).observe(3, Plan(1), [])
 
 
 def test_peak_logit_rows() -> None:

@@ -250,7 +250,7 @@ def test_bounds_and_bad_rounds() -> None:
     assert max(run(controller, 1, 60, always(9))) == 3  # four tokens wide is what was measured
     assert len(controller.trace) == 5
     with pytest.raises(ValueError, match="batch of 2"):
-        controller.observe(2, Plan(3), [1])
+        controller.observe(2, Plan(3), [1, 1, 1])
     with pytest.raises(ValueError, match="accepted counts"):
         controller.observe(1, Plan(2), [3])
     with pytest.raises(ValueError, match="batch 0"):

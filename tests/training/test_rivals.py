@@ -78,6 +78,7 @@ def test_both_rivals_can_be_loaded_and_have_their_papers_form(toy: Toy, finished
     assert (spec.num_layers, spec.aux_layers, spec.fc_norm, spec.norm_output) == (1, (4,), False, False)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (dims.num_heads, dims.num_kv_heads, dims.head_dim)
     assert (spec.hidden_size, spec.intermediate_size) == (dims.hidden_size, dims.intermediate_size)
+    assert torch.equal(draft.fc.weight, torch.eye(dims.hidden_size))  # the layer reads the target's state itself
     assert torch.equal(draft.draft_ids(), heads.ids)
     assert len(heads.ids) == 200
 
@@ -202,7 +203,7 @@ def test_killed_within_a_rival_the_draft_goes_on_and_the_heads_start_again(
 
 
 def test_the_loss_is_that_of_a_loop_over_positions(toy: Toy) -> None:
-    model = make_draft(toy.target, layers=1, fc_norm=False, norm_output=False, vocab_size=None)
+    model = make_draft(toy.target, layers=1, fc_norm=False, norm_output=False, norm_before_residual=True, vocab_size=None)
     batch = collate(toy.store, [0, 5, 7])
     loss, right = rivals.eagle2_loss(model, batch, 2.5, model.target_to_draft())
     crosses, distances = [], []
@@ -216,7 +217,7 @@ def test_the_loss_is_that_of_a_loop_over_positions(toy: Toy) -> None:
                 index, prob = batch.topk_index[at, t + 1], batch.topk_prob[at, t + 1]
                 crosses.append(-(prob * log_q[t, index]).sum())
                 goal = states[0, t + 1].detach()
-                apart = (total[0, t] - goal).abs() / goal.square().mean().sqrt()
+                apart = (total[0, t] - goal / (goal.square().mean() + 1e-5).sqrt()).abs()
                 distances.append(torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean())
     plain = torch.stack(crosses).mean() + 2.5 * torch.stack(distances).mean()
     torch.testing.assert_close(loss, plain, rtol=1e-5, atol=1e-5)

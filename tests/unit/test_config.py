@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle.config import Config
+from eagle.config import Config, ControlConfig
+from eagle.decode.control import ControlSettings
 from eagle.errors import ConfigError
 from eagle.profiles import load_config, project_root
 
@@ -98,3 +99,7 @@ def test_any_text_as_override_is_a_config_or_a_config_error(key: str, value: str
         load_config(ROOT, overrides=[f"{key}={value}"])
     except ConfigError as error:
         assert str(error).isprintable()  # noqa: PT017
+
+
+def test_the_controllers_defaults_are_those_of_the_library() -> None:
+    assert ControlSettings(**ControlConfig().model_dump()) == ControlSettings()

@@ -1,0 +1,138 @@
+"""`eagle bench`: all methods that a run has drafts for, on any suite, in one table.
+
+Output, under RUN/bench-<suite>/: what the bench step writes (`eagle.bench.session`), and suite.json. The suite `load`
+compares the controller with no speculation under Poisson arrivals: load.json and load.txt.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from eagle import manifest
+from eagle.bench.arrivals import Limits, LoadResult
+from eagle.bench.load import run_load
+from eagle.bench.methods import Sources
+from eagle.bench.session import Session, make_lab, read_tuned, run_session, write_outputs
+from eagle.bench.suites import Suite, load_suite
+from eagle.bench.workload import Arm
+from eagle.config import Config, Method
+from eagle.errors import StepFailed
+from eagle.progress import Track, say
+from eagle.target.load import ensure_target, load_tokenizer, pick_device, setup_torch
+from eagle.target.template import render_prompt
+
+LOAD = "load"
+
+
+def find_sources(base: Path) -> Sources:
+    """Return the drafts under a run folder. Raises StepFailed when there is none to compare."""
+    if manifest.read_manifest(base / "policy") is None:
+        raise StepFailed(f"{base}: no finished draft there (step policy); run: make run, or eagle step policy --dir {base}")
+    distill, rivals = (base / name if manifest.read_manifest(base / name) else None for name in ("distill", "rivals"))
+    return Sources(distill, base / "policy", rivals)
+
+
+def available_methods(sources: Sources, base: Path) -> list[Method]:
+    """Return all methods that can be measured, and say which cannot and how to change that."""
+    everything: Sequence[Method] = get_args(Method)
+    found = [method for method in everything if sources.available(method)]
+    if sources.rivals is None:
+        say(f"bench: medusa and eagle2 are not trained for this run; to compare them: eagle step rivals --dir {base}")
+    return found
+
+
+def compare(config: Config, root: Path, base: Path, suite: str, prompts: int | None, out: Path | None) -> Path:
+    """Measure `config.bench.methods` on a suite with the drafts of the run folder `base`; returns the output folder.
+
+    `suite`: see `eagle.bench.suites`, or 'load'. Raises StepFailed for a run that lacks what a method needs, ConfigError
+    and DataError as `load_suite` does. The folder is complete when it exists.
+    """
+    sources = find_sources(base)
+    for method in config.bench.methods:
+        if not sources.available(method):
+            needed = "distill" if method == "eagle31-distilled" else "rivals"
+            raise StepFailed(f"bench: '{method}' needs the step '{needed}'; run: eagle step {needed} --dir {base}")
+    target = ensure_target(config.target, root, root / config.paths.cache)
+    work = load_suite(
+        "default" if suite == LOAD else suite, root=root, render=partial(render_prompt, load_tokenizer(target)),
+        max_prompt_tokens=config.dataset.max_prompt_tokens, count=prompts, dataset=base / "dataset",
+    )  # fmt: skip
+    session = Session(config, target, sources, read_tuned(base / "tune"), work)
+    final = out or base / f"bench-{Path(suite).stem}"
+    partial_folder = final.with_name(final.name + ".partial")
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    partial_folder.mkdir(parents=True)
+    if suite == LOAD:
+        _load(session, partial_folder)
+    else:
+        result, traces = run_session(session)
+        result["suite"] = suite
+        write_outputs(partial_folder, result, traces)
+    manifest.write_json(partial_folder / "suite.json", _about(work, suite))
+    shutil.rmtree(final, ignore_errors=True)
+    partial_folder.rename(final)
+    return final
+
+
+def _about(work: Suite, suite: str) -> dict[str, Any]:
+    return {"suite": suite, "prompts": len(work.prompts), "ids": work.ids, "kinds": work.kinds, "dropped": work.dropped}
+
+
+def _load(session: Session, folder: Path) -> None:
+    """Answer the suite's prompts under Poisson arrivals at the configured rates, arm by arm in turns."""
+    config, bench, tuned = session.config, session.config.bench, session.tuned
+    device = pick_device(config.runtime.device)
+    setup_torch(tuned["threads"] if device == "cpu" else config.runtime.threads, config.runtime.seed)
+    batch = max(bench.batch_sizes)
+    lab = make_lab(session, tuned["dtype"], device, batch, tuned["draft_step"] == "compiled")
+    arms = [Arm(batch, 0.0, 0, "none"), Arm(batch, 0.0, bench.max_draft_tokens, "eagle31-pid")]
+    for arm in arms:
+        lab.prepare(arm, session.work, config.runtime.seed)
+    limits = Limits(bench.load_ttft_ms / 1e3, bench.load_itl_ms / 1e3)
+    points: dict[Arm, list[Any]] = {arm: [] for arm in arms}
+    with Track("bench: load", len(arms) * len(bench.load_rates) * bench.load_requests, "requests") as track:
+        for turn, rate in enumerate(bench.load_rates):
+            for arm in arms if turn % 2 == 0 else reversed(arms):
+                point = run_load(
+                    lab.engine(arm.method), lab.policy(arm), session.work, rate=rate, count=bench.load_requests,
+                    max_new_tokens=bench.max_new_tokens, limits=limits, seed=config.runtime.seed, done=track.advance,
+                )  # fmt: skip
+                points[arm].append(point)
+    plain, pid = (LoadResult(arm.name, limits, tuple(points[arm])) for arm in arms)
+    rows = [row for pair in zip(plain.rows(), pid.rows(plain), strict=True) for row in pair]
+    about = {"dtype": tuned["dtype"], "threads": tuned["threads"], "batch": batch, "requests": bench.load_requests}
+    result = {**about, "max_new_tokens": bench.max_new_tokens, "limits_ms": [bench.load_ttft_ms, bench.load_itl_ms], "rows": rows}
+    manifest.write_json(folder / "load.json", {**result, "versions": manifest.versions()})
+    text = render_load(result)
+    manifest.write_text(folder / "load.txt", text)
+    say("\n" + text)
+
+
+def render_load(result: dict[str, Any]) -> str:
+    """Return the load suite's rows as a plain table."""
+    ttft, itl = result["limits_ms"]
+    title = (
+        f"{result['requests']} requests a rate, at most {result['batch']} at once, {result['max_new_tokens']} new tokens, "
+        f"{result['dtype']}; good: TTFT <= {ttft:g} ms and mean ITL <= {itl:g} ms"
+    )
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for head in ("requests/s", "speculation"):
+        table.add_column(head, no_wrap=True)
+    for head in ("TTFT ms p50 / p95", "ITL ms p50 / p95", "latency ms p50 / p95", "tokens/s", "good/s"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in result["rows"]:
+        pairs = [f"{row[f'{name}_ms_p50']:.0f} / {row[f'{name}_ms_p95']:.0f}" for name in ("ttft", "itl", "latency")]
+        table.add_row(f"{row['rate']:g}", row["arm"], *pairs, f"{row['tokens_per_second']:.1f}", f"{row['goodput']:.2f}")
+    console = Console(file=io.StringIO(), width=140, color_system=None, markup=False)
+    console.print(table)
+    file = console.file
+    assert isinstance(file, io.StringIO)  # noqa: S101 -- for the type checker
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
