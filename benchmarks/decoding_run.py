@@ -28,6 +28,7 @@ from eagle.bench.session import Session, make_lab, read_tuned
 from eagle.bench.suites import Suite, load_suite
 from eagle.bench.workload import Workload
 from eagle.config import Config, Method
+from eagle.draft.io import read_spec
 from eagle.errors import ConfigError
 from eagle.profiles import load_config
 from eagle.progress import say
@@ -107,6 +108,11 @@ class Run:
         return [method for method in get_args(Method) if self.sources.available(method)]
 
     @property
+    def draft_layers(self) -> int:
+        """Layers of the run's draft."""
+        return read_spec(self.sources.policy / "draft").num_layers
+
+    @property
     def stops(self) -> frozenset[int]:
         """The target's stop tokens."""
         return frozenset(target_dims(self.target).eos_token_ids)
@@ -147,9 +153,8 @@ class Run:
 
 def join(works: Sequence[Workload]) -> Workload:
     """Return the prompts of several workloads one after the other."""
-    return Workload(
-        [p for work in works for p in work.prompts], [i for work in works for i in work.ids], [k for work in works for k in work.kinds]
-    )
+    prompts = [prompt for work in works for prompt in work.prompts]
+    return Workload(prompts, [name for work in works for name in work.ids], [kind for work in works for kind in work.kinds])
 
 
 def find_run() -> Run:

@@ -88,9 +88,10 @@ def _notes(bench: Bench) -> list[str]:
             f"memory overhead, of the target's weights and KV cache ({memory['batch']} x {memory['max_length']} tokens): {shares}"
         )
     for entry in bench["replay"]:
+        fixed, best = 100 * entry["regret_to_best_fixed"], 100 * entry["regret_to_oracle"]
         lines.append(
             f"replay of {entry['rounds']} rounds, batch {entry['batch']}: best fixed K = {entry['best_fixed_k']}; "
-            f"PID's regret to it {100 * entry['regret_to_best_fixed']:.1f} %, to the best K of every round {100 * entry['regret_to_oracle']:.1f} %"
+            f"PID's regret to it {fixed:.1f} %, to the best K of every round {best:.1f} %"
         )
     for entry in bench["recommended"]:
         name = arm_name("eagle31" if entry["draft_tokens"] else "none", entry["draft_tokens"])

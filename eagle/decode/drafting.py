@@ -25,6 +25,7 @@ from eagle.decode.sampling import distribution
 from eagle.decode.verify import draw
 from eagle.draft.model import DraftModel
 from kernels.dispatch import add_rms_norm
+from kernels.packed import linear, packed
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class _Layer:
     down: Tensor
 
 
-def _fused_layers(state: dict[str, Tensor], count: int) -> list[_Layer]:
+def _fused_layers(state: dict[str, Tensor], count: int, lay_out: Callable[[Tensor], Tensor]) -> list[_Layer]:
     layers = []
     for i in range(count):
         name = f"layers.{i}."
@@ -47,10 +48,10 @@ def _fused_layers(state: dict[str, Tensor], count: int) -> list[_Layer]:
                 state[name + "input_layernorm.weight"],
                 state[name + "hidden_norm.weight"] if i == 0 else None,
                 state[name + "post_attention_layernorm.weight"],
-                torch.cat([state[f"{name}self_attn.{part}_proj.weight"] for part in "qkv"]),
-                state[name + "self_attn.o_proj.weight"],
-                torch.cat([state[f"{name}mlp.{part}_proj.weight"] for part in ("gate", "up")]),
-                state[name + "mlp.down_proj.weight"],
+                lay_out(torch.cat([state[f"{name}self_attn.{part}_proj.weight"] for part in "qkv"])),
+                lay_out(state[name + "self_attn.o_proj.weight"]),
+                lay_out(torch.cat([state[f"{name}mlp.{part}_proj.weight"] for part in ("gate", "up")])),
+                lay_out(state[name + "mlp.down_proj.weight"]),
             )
         )
     return layers
@@ -89,8 +90,9 @@ class EagleDrafter(Drafter):
             name: tensor.detach().to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in draft.state_dict().items()
         }
-        self._layers = _fused_layers(state, spec.num_layers)
-        self._fc, self._norm, self._head = state["fc.weight"], state["norm.weight"], state["lm_head.weight"]
+        lay_out: Callable[[Tensor], Tensor] = (lambda weight: weight) if compiled else packed  # inductor wants plain weights
+        self._layers = _fused_layers(state, spec.num_layers, lay_out)
+        self._fc, self._norm, self._head = lay_out(state["fc.weight"]), state["norm.weight"], lay_out(state["lm_head.weight"])
         self._fc_norms = [state[f"fc_norm.{i}.weight"] for i in range(len(spec.aux_layers))] if spec.fc_norm else []
         self._embed = state["embed_tokens.weight"] if spec.own_embedding else embed.detach()
         offsets = state.get("d2t")
@@ -133,7 +135,7 @@ class EagleDrafter(Drafter):
             parts = aux.chunk(len(self._fc_norms), dim=-1)
             normed = [add_rms_norm(x, None, w, self.spec.rms_norm_eps)[0] for x, w in zip(parts, self._fc_norms, strict=True)]
             aux = torch.cat(normed, dim=-1)
-        return F.linear(aux, self._fc)
+        return linear(aux, self._fc)
 
     def forward(
         self, rows: list[int], tokens: Tensor, hidden: Tensor, starts: list[int], branches: Branches | None = None
@@ -165,7 +167,7 @@ class EagleDrafter(Drafter):
     def _attention_input(self, state: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
         """Return q, k (rotated) and v side by side: [n, T, heads + 2 * kv_heads, d]."""
         spec = self.spec
-        joined = F.linear(state, weight).view(*state.shape[:2], -1, spec.head_dim)
+        joined = linear(state, weight).view(*state.shape[:2], -1, spec.head_dim)
         turned = joined[:, :, : -spec.num_kv_heads]
         turned.copy_(turned * cos + turned.roll(spec.head_dim // 2, -1) * sin)
         return joined
@@ -173,9 +175,9 @@ class EagleDrafter(Drafter):
     def _attention_output(
         self, context: Tensor, residual: Tensor, out: Tensor, post_norm: Tensor, gate_up: Tensor, down: Tensor
     ) -> tuple[Tensor, Tensor]:
-        state, residual = add_rms_norm(F.linear(context.flatten(2), out), residual, post_norm, self.spec.rms_norm_eps)
-        gate, up = F.linear(state, gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, down), residual
+        state, residual = add_rms_norm(linear(context.flatten(2), out), residual, post_norm, self.spec.rms_norm_eps)
+        gate, up = linear(state, gate_up).chunk(2, dim=-1)
+        return linear(F.silu(gate) * up, down), residual
 
     def extend(self, rows: list[int], tokens: Tensor, aux: Tensor | None, starts: list[int], counts: list[int]) -> None:
         """See `Drafter.extend`."""
@@ -197,7 +199,7 @@ class EagleDrafter(Drafter):
                 starts = [self._next[row] + step - 1 for row in rows]
                 hidden, feedback = self.forward(rows, drafted[-1][:, None], feedback, starts)
                 normed = hidden[:, 0]
-            logits = F.linear(normed, self._head)
+            logits = linear(normed, self._head)
             if draws is None:
                 index = logits.argmax(dim=-1)
             else:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle.decode.cache import Branches
 from eagle.decode.drafting import EagleDrafter
 from eagle.decode.proposal import Draws, Proposal
 from eagle.draft.model import DraftModel
+from kernels.packed import linear
 
 _STEP = 1e-9  # keeps a child behind its parent where the draft is certain
 
@@ -50,7 +50,7 @@ class EagleTreeDrafter(EagleDrafter):
 
     def draft(self, rows: list[int], length: int, draws: Draws | None) -> Proposal:
         """See `Drafter.draft`."""
-        count, top_k = len(rows), min(self._shape.top_k, len(self._head))
+        count, top_k = len(rows), min(self._shape.top_k, self.spec.draft_vocab_size)
         scores, tokens = self._children(self._normed[rows][:, None], self._normed.new_zeros(count, 1, dtype=torch.float64))
         parents = torch.full_like(tokens, -1)
         frontier = torch.arange(tokens.shape[1], device=tokens.device).expand(count, -1)  # candidates to expand
@@ -77,7 +77,7 @@ class EagleTreeDrafter(EagleDrafter):
 
     def _children(self, normed: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return log promise and target ids [n, m * top_k] of the children of m nodes, from normed [n, m, H] and theirs [n, m]."""
-        logits = F.linear(normed, self._head)
+        logits = linear(normed, self._head)
         best = logits.topk(min(self._shape.top_k, logits.shape[-1]), dim=-1)
         log_p = best.values.double() - logits.double().logsumexp(dim=-1, keepdim=True)
         ids = best.indices if self.ids is None else self.ids[best.indices]

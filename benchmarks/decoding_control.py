@@ -1,0 +1,148 @@
+"""F3.7 and F3.8: the controller of the draft length, judged on recorded acceptance with measured costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+
+from benchmarks.decoding_run import K_MAX, Run, join
+from benchmarks.figures import Measured
+from eagle.bench import replays
+from eagle.bench.methods import Lab
+from eagle.bench.workload import Arm, Workload
+from eagle.config import Method
+from eagle.decode.control import ControlSettings, PidController
+from eagle.decode.cost import CostTable
+from eagle.decode.replay import Round, best_fixed, replay, settle_rounds
+from eagle.progress import say
+
+METHOD: Method = "eagle31-pid"
+SYNTHETIC = ((0.9, 0.3), (0.3, 0.9), (0.8, 0.5), (0.5, 0.8))  # per-token acceptance before and after a made-up switch
+SYNTHETIC_ROUNDS = 150
+SEEDS = 7
+
+
+def _costs(lab: Lab, work: Workload, batch: int, seed: int) -> CostTable:
+    arm = Arm(batch, 0.0, K_MAX, METHOD)
+    lab.prepare(arm, work, seed)
+    return lab.cost_table(arm)
+
+
+def regret(run: Run) -> Measured:
+    """F3.7: the largest regret of the controller to the best fixed K, in %, over recorded streams; the oracle's beside it."""
+    effort = run.effort
+    works = {name: run.suite(name, max(n for s, _, n in effort.traces if s == name)) for name, _, _ in effort.traces}
+    batch = max(b for _, b, _ in effort.traces)
+    lab = run.lab(join(list(works.values())), batch=batch, new_tokens=effort.trace_tokens)
+    rows: list[dict[str, Any]] = []
+    for suite, size, prompts in effort.traces:
+        say(f"figures: F3.7: recording suite {suite} at batch {size}")
+        work = works[suite]
+        costs = _costs(lab, work, size, run.seed)
+        stream = replays.record(lab.engine(METHOD), work.window(0, prompts), size, K_MAX, effort.trace_tokens)
+        rows.append({"suite": suite, "prompts": prompts, **replays.judge(stream, costs, lab.control, K_MAX, size)})
+    about = run.setting(lab, new_tokens=effort.trace_tokens, max_draft_tokens=K_MAX)
+    worst = max(rows, key=lambda row: row["regret_to_best_fixed"])
+    oracle = max(row["regret_to_oracle"] for row in rows)
+    told = f"worst stream: {worst['suite']}, batch {worst['batch']}; regret to the per-round oracle at most {100 * oracle:.1f} %"
+    return run.measured(round(100.0 * worst["regret_to_best_fixed"], 3), [about, *rows], told)
+
+
+def settling(run: Run) -> Measured:
+    """F3.8: rounds until K stays within a token of the best fixed one after a task switch; the slowest.
+
+    Recorded: the two kinds of the default suite that differ most (best fixed K, then acceptance), one after the other in both
+    orders, batch 1. Synthetic: independent acceptances at given rates, the median over SEEDS streams.
+    """
+    effort = run.effort
+    work = run.suite("default")
+    lab = run.lab(work, batch=1, new_tokens=effort.trace_tokens)
+    costs = _costs(lab, work, 1, run.seed)
+    streams: dict[str, list[Round]] = {}
+    for kind in dict.fromkeys(work.kinds):
+        say(f"figures: F3.8: recording {kind}")
+        prompts = [p for p, other in zip(work.prompts, work.kinds, strict=True) if other == kind][: effort.kind_prompts]
+        streams[kind] = replays.record(lab.engine(METHOD), prompts, 1, K_MAX, effort.trace_tokens)
+    kinds = {kind: _about(stream, costs) for kind, stream in streams.items()}
+    rows = [_recorded(streams[a], streams[b], a, b, costs, lab.control) for a, b in _most_different(kinds)]
+    rows += [_synthetic(before, after, costs, lab.control) for before, after in SYNTHETIC]
+    about = run.setting(lab, suite="default", prompts_a_kind=effort.kind_prompts, new_tokens=effort.trace_tokens, kinds=kinds)
+    never = [row["switch"] for row in rows if not row["settled"]]
+    return run.measured(
+        max(row["rounds"] for row in rows), [about, *rows],
+        f"never settled, counted with all rounds after the switch: {', '.join(never)}" if never else None,
+        None if len({kind["best_fixed_k"] for kind in kinds.values()}) > 1 else "all recorded kinds have the same best fixed K",
+    )  # fmt: skip
+
+
+def _about(stream: Sequence[Round], costs: CostTable) -> dict[str, Any]:
+    return {
+        "rounds": len(stream),
+        "best_fixed_k": best_fixed(stream, costs, K_MAX).lengths[0],
+        "accepted_of_8": round(statistics.fmean(count for now in stream for count in now.accepted), 4),
+    }
+
+
+def _most_different(kinds: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the two kinds that differ most, in both orders; none where there is one kind only."""
+
+    def difference(pair: tuple[str, ...]) -> tuple[float, float]:
+        one, other = (kinds[kind] for kind in pair)
+        return abs(one["best_fixed_k"] - other["best_fixed_k"]), abs(one["accepted_of_8"] - other["accepted_of_8"])
+
+    pairs = list(permutations(kinds, 2))
+    if not pairs:
+        return []
+    first, second = max(pairs, key=difference)
+    return [(first, second), (second, first)]
+
+
+def _settled(
+    before: Sequence[Round], after: Sequence[Round], costs: CostTable, settings: ControlSettings
+) -> tuple[int | None, int]:
+    """Return the rounds that the controller takes after the switch (None: never), and the K it has to reach."""
+    target = best_fixed(after, costs, K_MAX).lengths[0]
+    lengths = replay([*before, *after], PidController(costs, settings), costs, K_MAX).lengths
+    return settle_rounds(lengths, len(before), target), target
+
+
+def _recorded(
+    before: Sequence[Round], after: Sequence[Round], first: str, second: str, costs: CostTable, settings: ControlSettings
+) -> dict[str, Any]:
+    rounds, target = _settled(before, after, costs, settings)
+    return {
+        "source": "recorded",
+        "switch": f"{first} -> {second}",
+        "best_k_before": best_fixed(before, costs, K_MAX).lengths[0],
+        "best_k_after": target,
+        "settled": rounds is not None,
+        "rounds": len(after) if rounds is None else rounds,
+    }
+
+
+def _synthetic(before: float, after: float, costs: CostTable, settings: ControlSettings) -> dict[str, Any]:
+    found, targets = list[int](), list[int]()
+    for seed in range(SEEDS):
+        streams = [_drawn(rate, 1000 * part + seed) for part, rate in enumerate((before, after))]
+        rounds, target = _settled(streams[0], streams[1], costs, settings)
+        found.append(SYNTHETIC_ROUNDS if rounds is None else rounds)
+        targets.append(target)
+    median = int(statistics.median(found))
+    return {
+        "source": f"synthetic, median of {SEEDS} seeds",
+        "switch": f"acceptance {before:g} -> {after:g}",
+        "best_k_after": targets,
+        "settled": median < SYNTHETIC_ROUNDS,
+        "rounds": median,
+        "rounds_by_seed": found,
+    }
+
+
+def _drawn(rate: float, seed: int) -> list[Round]:
+    """Rounds of one request whose draft tokens are accepted independently at `rate` each, given all before."""
+    passed = np.random.default_rng(seed).random((SYNTHETIC_ROUNDS, K_MAX)) < rate
+    return [Round(1, (int(count),)) for count in np.cumprod(passed, axis=1).sum(axis=1)]
