@@ -42,10 +42,9 @@ def enumeration() -> Measured:
                         masses = round_.measure(block=verify is verify_block)[1]
                         about = {"sampling": name, "draft_vocabulary": size, "drawn": drawn, "bonus": bonus}
                         add(masses, round_.p, verify.__name__, **about)
-        for widths in ((2, 2, 1), (3, 1, 1)):
-            for size, ids in (("full", None), ("small", chains.SMALL)):
-                tree = trees.DrawnTree(widths, chains.V, params, ids, seed)
-                add(tree.measure(), tree.p, "verify_tree_drawn", sampling=name, draft_vocabulary=size, widths=widths)
+        for widths, size in (((2, 1, 1), "full"), ((2, 2, 1), "small"), ((3, 1, 1), "small")):
+            tree = trees.DrawnTree(widths, chains.V, params, chains.SMALL if size == "small" else None, seed)
+            add(tree.measure(), tree.p, "verify_tree_drawn", sampling=name, draft_vocabulary=size, widths=widths)
     for name, params in {**chains.SETTINGS, "greedy": SamplingParams(0.0)}.items():
         for seed in range(4):
             p = exact.tables(seed, chains.V, chains.K + 1, params)

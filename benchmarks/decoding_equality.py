@@ -129,7 +129,7 @@ def _compared(
             equal += same
             continue
         gap = logit_gap(target, work.prompts[index] + theirs[:same])
-        equal += len(theirs) if gap < GAP else same
+        equal += max(len(theirs), len(ours)) if gap < GAP else same
         place = {"prompt": work.ids[index], "position": same, "top_2_logit_gap": gap, "counts_as_equal": gap < GAP}
         differences.append({**place, "wanted": theirs[same : same + 1], "got": ours[same : same + 1]})
     stats = result.stats

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def pid_gain(run: Run, suite: str) -> Measured:
     work = run.suite(suite, effort.pairs * effort.turn_prompts)
     lab = run.lab(work, batch=1, new_tokens=effort.new_tokens)
     none, pid = _race(run, lab, work, _pid(1), size=effort.turn_prompts, tokens=effort.new_tokens)
-    row = _row(pid, none, suite=work.name, prompts=len(work.prompts))
+    row = _row(pid, none, suite=Path(suite).stem, prompts=len(work.prompts))
     about = run.setting(lab, new_tokens=effort.new_tokens, prompts_a_turn=effort.turn_prompts)
     return run.measured(row["speedup"]["median"], [about, row])
 

@@ -16,6 +16,7 @@ Method = Literal[
     "eagle31-distilled",
     "eagle31",
     "eagle31-tree",
+    "eagle31-drawn",
     "eagle31-pid",
     "eagle31-chunks",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from eagle.decode.chooser import Chooser
 from eagle.decode.control import ControlSettings, LengthPolicy, PidController
 from eagle.decode.cost import CostTable
 from eagle.decode.drafting import EagleDrafter
+from eagle.decode.drawn_tree import WIDTHS, DrawnTreeDrafter
 from eagle.decode.dynamic_tree import EagleTreeDrafter, TreeShape
 from eagle.decode.engine import Engine
 from eagle.decode.lookahead import NGRAM, LookaheadDrafter
@@ -65,7 +67,9 @@ class Lab:
         self.control = control
         self._target, self._sources, self._compiled = target, sources, compiled
         self._shape = TreeShape(bench.tree_top_k, bench.tree_nodes, bench.tree_depth)
-        nodes = {"lookahead": 48, "medusa": 64, "eagle2": bench.tree_nodes, "eagle31-tree": bench.tree_nodes}
+        drawn = sum(prod(WIDTHS[: depth + 1]) for depth in range(len(WIDTHS)))
+        dynamic = bench.tree_nodes
+        nodes = {"lookahead": 48, "medusa": 64, "eagle2": dynamic, "eagle31-tree": dynamic, "eagle31-drawn": drawn}
         reach = max([MAX_DRAFT_TOKENS, *(nodes.get(method, 0) for method in bench.methods)])
         self.plain = Engine(model, None, max_length=room, batch=batch, reach=reach)
         self._engines: dict[Method, Engine] = {"none": self.plain}
@@ -108,6 +112,7 @@ class Lab:
             "medusa": self.bench.tree_depth,
             "eagle2": self.bench.tree_depth,
             "eagle31-tree": self.bench.tree_depth,
+            "eagle31-drawn": len(WIDTHS),
             "eagle31-pid": self.bench.max_draft_tokens,
             "eagle31-chunks": self.bench.max_draft_tokens,
         }
@@ -122,6 +127,7 @@ class Lab:
             "eagle31-distilled": lambda: self._chain(self._distilled() / "draft"),
             "eagle31": lambda: self._chain(self._sources.policy / "draft"),
             "eagle31-tree": lambda: self._tree(self._sources.policy / "draft"),
+            "eagle31-drawn": self._drawn,
         }
         return build[method]()
 
@@ -130,9 +136,16 @@ class Lab:
         return EagleDrafter.beside(self.plain.target, network, batch=self.batch, max_length=self.room, compiled=self._compiled)
 
     def _tree(self, draft: Path) -> Drafter:
+        return EagleTreeDrafter(self._network(draft), self._embed(), batch=self.batch, max_length=self.room, shape=self._shape)
+
+    def _drawn(self) -> Drafter:
+        network = self._network(self._sources.policy / "draft")
+        return DrawnTreeDrafter(network, self._embed(), batch=self.batch, max_length=self.room)
+
+    def _embed(self) -> Tensor:
         embed = self.plain.target.get_input_embeddings().weight
         assert isinstance(embed, Tensor)  # noqa: S101 -- for the type checker
-        return EagleTreeDrafter(self._network(draft), embed, batch=self.batch, max_length=self.room, shape=self._shape)
+        return embed
 
     def _network(self, draft: Path) -> DraftModel:
         model = self.plain.target

@@ -57,7 +57,8 @@ LABELS: dict[Method, str] = {
     "eagle2": "EAGLE-2",
     "eagle31-distilled": "Eagle 3.1 (distilled)",
     "eagle31": "Eagle 3.1",
-    "eagle31-tree": "Eagle 3.1, tree",
+    "eagle31-tree": "Eagle 3.1, dynamic tree",
+    "eagle31-drawn": "Eagle 3.1, drawn tree",
     "eagle31-pid": "Eagle 3.1 + PID",
     "eagle31-chunks": "Eagle 3.1 + batch-sequential",
 }
@@ -66,6 +67,7 @@ _SIZES: dict[Method, str] = {
     "medusa": "depth",
     "eagle2": "depth",
     "eagle31-tree": "depth",
+    "eagle31-drawn": "depth",
     "eagle31-pid": "K<",
     "eagle31-chunks": "K<",
 }

@@ -181,7 +181,9 @@ class Decoding:
         plan = Plan(0) if self.drafter is None else self.policy.plan(len(self._slots))
         if not 0 <= plan.length <= MAX_DRAFT_TOKENS or plan.chunk < 0:
             raise ValueError(f"the policy asked for {plan}; 0..{MAX_DRAFT_TOKENS} draft tokens are possible")
-        return plan if max(slot.open_tokens for slot in self._slots) > 1 else Plan(0, plan.chunk)
+        # A drawn tree is drafted for all rows or none: whether it is may not depend on who else is in the batch.
+        drawn_tree = self.drafter is not None and self.drafter.lanes > 0
+        return plan if drawn_tree or max(slot.open_tokens for slot in self._slots) > 1 else Plan(0, plan.chunk)
 
     def _warps(self) -> Warp:
         if self._warp is None:
@@ -239,7 +241,7 @@ class Decoding:
         if not warp.greedy and not self.drafter.deterministic:
             seeds, keys = self._streams(rows)
             places = [self._slots[row].length + 1 for row in rows]
-            draws = Draws(warp.take(rows), uniforms(seeds, Stream.DRAFT, keys, places, length, self._device))
+            draws = Draws(warp.take(rows), uniforms(seeds, Stream.DRAFT, keys, places, length, self._device, self.drafter.lanes))
         proposal = self.drafter.draft(rows, length, draws)
         if proposal.parents is None:
             for i, (row, tokens) in enumerate(zip(rows, proposal.tokens.tolist(), strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from eagle.decode.proposal import Proposal
 from eagle.decode.randomness import Stream, uniforms
 from eagle.decode.sampling import Warp, distribution
-from eagle.decode.trees import TreeVerdict, verify_tree_coupled, verify_tree_greedy
+from eagle.decode.trees import TreeVerdict, verify_tree_coupled, verify_tree_drawn, verify_tree_greedy
 from eagle.decode.verify import draw, verify_block, verify_coupled, verify_greedy, verify_sampled
 
 if TYPE_CHECKING:
@@ -80,11 +81,20 @@ class Judge:
     def tree(
         self, logits: Tensor, proposal: Proposal, depth: int, warp: Warp, seeds: list[int], keys: list[int], starts: list[int]
     ) -> TreeVerdict:
-        """Judge a deterministic tree from logits [n, 1 + N, V] after the pending token and after each node."""
+        """Judge a tree from logits [n, 1 + N, V] after the pending token and after each node."""
         assert proposal.parents is not None  # noqa: S101 -- for the type checker
         if warp.greedy:
             return verify_tree_greedy(proposal.tokens, proposal.parents, proposal.open_, logits.argmax(dim=-1), depth)
-        number = uniforms(seeds, Stream.TOKEN, keys, [start + 1 for start in starts], depth + 1, self._device)
+        places = [start + 1 for start in starts]
+        number = uniforms(seeds, Stream.TOKEN, keys, places, depth + 1, self._device)
+        if proposal.probabilities is not None and proposal.widths is not None:
+            widths = proposal.widths
+            lanes = uniforms(seeds, Stream.ACCEPT, keys, places, len(widths), self._device, max(widths))
+            accept = torch.cat([lanes[:, d, :width].repeat(1, prod(widths[:d])) for d, width in enumerate(widths)], dim=1)
+            return verify_tree_drawn(
+                proposal.tokens, proposal.parents, widths, proposal.probabilities, distribution(logits, warp), proposal.ids, accept,
+                number,
+            )  # fmt: skip
         return verify_tree_coupled(proposal.tokens, proposal.parents, proposal.open_, distribution(logits, warp), number)
 
 

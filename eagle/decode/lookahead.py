@@ -147,8 +147,8 @@ class LookaheadDrafter(Drafter):
             line.extend([self._rows[slot].text[-1]] * missing)
             above.extend([-1] * missing)
             may.extend([False] * missing)
-        made = (torch.tensor(part, device=self._device) for part in (tokens, parents, open_))
-        return Proposal(*made)
+        nodes, origin, may_be = (torch.tensor(part, device=self._device) for part in (tokens, parents, open_))
+        return Proposal(nodes, parents=origin, open_=may_be)
 
     def _candidates(self, row: _Row, length: int) -> tuple[list[int], list[int]]:
         """Return tokens and parents of the candidates' tree; equal beginnings share their nodes."""

@@ -19,7 +19,10 @@ MAX_DRAFT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Draws:
-    """How a round's draft tokens are drawn at temperature > 0: `warp` of the n rows, `uniforms` [n, K] in [0, 1), float64."""
+    """How a round's draft tokens are drawn at temperature > 0: `warp` of the n rows, `uniforms` [n, K] in [0, 1), float64.
+
+    For a drafter with `lanes`, `uniforms` is [n, K, lanes].
+    """
 
     warp: Warp
     uniforms: Tensor
@@ -34,7 +37,8 @@ class Proposal:
     `open_` [n, N] (bool), if given, is False at nodes that only want the target's opinion and are never accepted.
     For a chain that was drawn: `chosen` [n, K], the probability each token was drawn with, and `probabilities`
     [n, K, Vd] over the draft's vocabulary, whose target ids are `ids` [Vd] (None = the target's own vocabulary).
-    `probabilities` None means a deterministic draft.
+    `probabilities` None means a deterministic draft. A tree that was drawn: `probabilities` [n, 1 + N, Vd], what the
+    children of the pending token and of each node were drawn from, and `widths`, the children of a node by depth.
     """
 
     tokens: Tensor
@@ -43,6 +47,7 @@ class Proposal:
     chosen: Tensor | None = None
     probabilities: Tensor | None = None
     ids: Tensor | None = None
+    widths: tuple[int, ...] | None = None
 
 
 class Drafter(ABC):
@@ -50,7 +55,7 @@ class Drafter(ABC):
 
     `aux_layers`: the target's hidden states that it wants (vLLM's ids), ascending; () = none. `max_nodes`: the most
     nodes that one proposal can have. `deterministic`: it never draws at random. `branches`: it proposes trees. `learns`:
-    it wants `digest`.
+    it wants `digest`. `lanes`: random numbers per position that it draws with, 0 = one.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -58,6 +63,7 @@ class Drafter(ABC):
     deterministic: bool = False
     branches: bool = False
     learns: bool = False
+    lanes: int = 0
 
     @abstractmethod
     def extend(self, rows: list[int], tokens: Tensor, aux: Tensor | None, starts: list[int], counts: list[int]) -> None:

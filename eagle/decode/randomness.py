@@ -34,15 +34,20 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 
 def uniforms(
-    seeds: int | list[int], stream: Stream, requests: list[int], starts: list[int], width: int, device: torch.device | str = "cpu"
+    seeds: int | list[int], stream: Stream, requests: list[int], starts: list[int], width: int, device: torch.device | str = "cpu",
+    lanes: int = 0,
 ) -> Tensor:
     """Return uniforms in [0, 1) for positions `starts[i] .. starts[i] + width - 1` of request `requests[i]`.
 
-    `seeds`: one for all, or one per request. float64 [n, width] with 52 random bits each.
+    `seeds`: one for all, or one per request. float64 [n, width] with 52 random bits each; with `lanes`, so many
+    independent numbers per position: [n, width, lanes].
     """
     with np.errstate(over="ignore"):
         state = _mix(_mix(np.atleast_1d(np.array(seeds, dtype=np.uint64))[:, None]) ^ np.uint64(stream))
         state = _mix(state ^ np.array(requests, dtype=np.uint64)[:, None])
         positions = np.array(starts, dtype=np.uint64)[:, None] + np.arange(width, dtype=np.uint64)
-        bits = _mix(state ^ positions) >> np.uint64(12)
+        mixed = _mix(state ^ positions)
+        if lanes:
+            mixed = _mix(mixed[:, :, None] ^ np.arange(1, lanes + 1, dtype=np.uint64))
+        bits = mixed >> np.uint64(12)
     return torch.from_numpy(bits.astype(np.float64) * 2.0**-52).to(device)

@@ -5,14 +5,30 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from eagle.decode.proposal import MAX_DRAFT_TOKENS, Drafter, Draws, Proposal
 from eagle.draft.model import DraftModel
 from eagle.draft.spec import DraftSpec
 
 AUX = (1, 2, 3)
-KINDS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
+KINDS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma": GemmaConfig,
+    "gemma3": Gemma3TextConfig,
+}
 
 
 def target(kind: str = "llama", vocab: int = 64, seed: int = 0, scale: float = 3.0, **extra: object) -> PreTrainedModel:

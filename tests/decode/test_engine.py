@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from eagle.decode.batching import Request, ancestors
 from eagle.decode.control import FixedLength, Plan
+from eagle.decode.dynamic_tree import EagleTreeDrafter, TreeShape
 from eagle.decode.engine import DecodeResult, Engine
 from eagle.decode.proposal import Drafter, Draws, Proposal
 from eagle.decode.sampling import SamplingParams
@@ -53,13 +54,19 @@ def test_greedy_equals_transformers(batch: int, length: int) -> None:
         ("mistral", {"sliding_window": 6}),
         ("qwen2", {}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+        ("qwen3", {}),
+        ("gemma", {}),
+        ("gemma3", {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     ],
-    ids=["mistral-sliding", "qwen2", "qwen2-mixed"],
+    ids=["mistral-sliding", "qwen2", "qwen2-mixed", "qwen3", "gemma", "gemma3-mixed"],
 )
 def test_other_targets(kind: str, extra: dict) -> None:
     model = target(kind, **extra)
     questions = prompts(RAGGED)
     wanted = [greedy(model, q, 12) for q in questions]
+    embed = model.get_input_embeddings().weight
+    tree = EagleTreeDrafter(draft(model), embed, batch=8, max_length=50, shape=TreeShape(3, 9, 4))
+    assert Engine(model, tree, max_length=50, batch=8).generate(questions, max_new_tokens=12, draft_tokens=4).tokens == wanted
     for batch, length in ((1, 0), (8, 0), (1, 3), (8, 3)):
         engine = Engine(model, draft(model), max_length=50, batch=batch)
         assert engine.generate(questions, max_new_tokens=12, draft_tokens=length).tokens == wanted

@@ -281,10 +281,10 @@ def bench_json() -> dict[str, Any]:
     return {
         "device": "a CPU", "threads": 2, "dtype": "bfloat16", "turns": 3, "max_new_tokens": 48,
         "rows": [
-            {**row, "draft_tokens": 0, "tokens_per_second": spread(58.6), "speedup": None},
-            {**row, "draft_tokens": 3, "tokens_per_second": spread(64.1), "speedup": spread(1.09)},
+            {**row, "method": "none", "draft_tokens": 0, "tokens_per_second": spread(58.6), "speedup": None},
+            {**row, "method": "eagle31", "draft_tokens": 3, "tokens_per_second": spread(64.1), "speedup": spread(1.09)},
         ],
-        "acceptance": [{"temperature": 1.0, "draft_tokens": 3, **counted}],
+        "acceptance": [{"method": "eagle31", "temperature": 1.0, "draft_tokens": 3, **counted}],
     }  # fmt: skip
 
 
