@@ -28,7 +28,7 @@ SEEDS = 7
 
 def _costs(lab: Lab, work: Workload, batch: int, seed: int) -> CostTable:
     arm = Arm(batch, 0.0, K_MAX, METHOD)
-    lab.prepare(arm, work, seed)
+    lab.prepare(arm, work)
     return lab.cost_table(arm)
 
 

@@ -95,6 +95,8 @@ def greedy_equality(run: Run) -> Measured:
     few = len(work.prompts) < effort.equality_prompts
     return run.measured(
         value, runs,
+        f"{len(work.prompts)} prompts for all methods at batch {batch} and eagle31 at batch 1, {effort.option_prompts} for "
+        f"variants of a method at batch {batch}, {effort.single_prompts} else at batch 1; {effort.equality_tokens} tokens each",
         f"{len(work.prompts)} prompts: the run has no more held-out ones" if few else None,
         f"no draft in this run for: {', '.join(gone)}" if gone else None,
     )  # fmt: skip

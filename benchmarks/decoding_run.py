@@ -59,9 +59,9 @@ class Effort:
     batch_tokens: int = 32
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     equality_prompts: int = 200
-    equality_tokens: int = 24
-    option_prompts: int = 64
-    single_prompts: int = 12
+    equality_tokens: int = 20
+    option_prompts: int = 48
+    single_prompts: int = 8
     samples: int = 25_000
     sample_tokens: int = 4
     traces: tuple[tuple[str, int, int], ...] = (

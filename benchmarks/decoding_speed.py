@@ -129,7 +129,7 @@ def transformers_gain(run: Run, **rival: int) -> Measured:
     short = work.window(0, 1)
     _transformers(target, short, min(8, tokens), **rival)
     _engine(lab, arm, short, min(8, tokens), run.seed)
-    lab.prepare(arm, work, run.seed)
+    lab.prepare(arm, work)
     times = in_turns({"eagle31-pid": pid, "generate": generate}, effort.pairs)
     about = run.setting(
         lab, suite="heldout", prompts=len(work.prompts), prompts_a_turn=effort.turn_prompts, new_tokens=tokens, generate=rival

@@ -131,7 +131,7 @@ def bench(
     said = [f"bench.batch_sizes=[{batches}]", f"bench.rounds={rounds}", "bench.temperatures=[0.0]"]
     config, root, chosen = _load(context, profile, [*said, *(overrides or ())])
     base = _base(root, config, chosen, folder)
-    wanted = methods or ",".join(available_methods(find_sources(base), base))
+    wanted = ",".join(available_methods(find_sources(base), base)) if methods is None else methods
     config, root, _ = _load(context, profile, [*said, f"bench.methods=[{wanted}]", *(overrides or ())])
     done = compare(config, root, base, suite, prompts, out)
     say(f"bench: done -> {done}; next: eagle bench --suite load --dir {base}")

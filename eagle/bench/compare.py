@@ -6,13 +6,15 @@ compares the controller with no speculation under Poisson arrivals: load.json an
 
 from __future__ import annotations
 
+import hashlib
 import io
-import shutil
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
 
@@ -20,16 +22,17 @@ from eagle import manifest
 from eagle.bench.arrivals import Limits, LoadResult
 from eagle.bench.load import run_load
 from eagle.bench.methods import Sources
-from eagle.bench.session import Session, make_lab, read_tuned, run_session, write_outputs
-from eagle.bench.suites import Suite, load_suite
+from eagle.bench.session import Session, make_lab, read_tuned, run_session, timed_dtype, write_outputs
+from eagle.bench.suites import SUITES, Suite, load_suite
 from eagle.bench.workload import Arm
 from eagle.config import Config, Method
-from eagle.errors import StepFailed
+from eagle.errors import BusyError, ConfigError, StepFailed
 from eagle.progress import Track, say
 from eagle.target.load import ensure_target, load_tokenizer, pick_device, setup_torch
 from eagle.target.template import render_prompt
 
 LOAD = "load"
+ABOUT = "suite.json"  # marks a folder of results
 
 
 def find_sources(base: Path) -> Sources:
@@ -53,33 +56,60 @@ def compare(config: Config, root: Path, base: Path, suite: str, prompts: int | N
     """Measure `config.bench.methods` on a suite with the drafts of the run folder `base`; returns the output folder.
 
     `suite`: see `eagle.bench.suites`, or 'load'. Raises StepFailed for a run that lacks what a method needs, ConfigError
-    and DataError as `load_suite` does. The folder is complete when it exists.
+    and DataError as `load_suite` does, BusyError when another bench writes the same folder. The folder is complete when it
+    exists; only an empty folder or former results are replaced.
     """
     sources = find_sources(base)
     for method in config.bench.methods:
         if not sources.available(method):
             needed = "distill" if method == "eagle31-distilled" else "rivals"
             raise StepFailed(f"bench: '{method}' needs the step '{needed}'; run: eagle step {needed} --dir {base}")
-    target = ensure_target(config.target, root, root / config.paths.cache)
-    work = load_suite(
-        "default" if suite == LOAD else suite, root=root, render=partial(render_prompt, load_tokenizer(target)),
-        max_prompt_tokens=config.dataset.max_prompt_tokens, count=prompts, dataset=base / "dataset",
-    )  # fmt: skip
-    session = Session(config, target, sources, read_tuned(base / "tune"), work)
-    final = out or base / f"bench-{Path(suite).stem}"
-    partial_folder = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial_folder, ignore_errors=True)
-    partial_folder.mkdir(parents=True)
-    if suite == LOAD:
-        _load(session, partial_folder)
-    else:
-        result, traces = run_session(session)
-        result["suite"] = suite
-        write_outputs(partial_folder, result, traces)
-    manifest.write_json(partial_folder / "suite.json", _about(work, suite))
-    shutil.rmtree(final, ignore_errors=True)
-    partial_folder.rename(final)
+    tuned = read_tuned(base / "tune")
+    final = _place(out or base / f"bench-{_short(suite, root)}")
+    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(final.with_name(f"{final.name}.lock"), timeout=0):
+            target = ensure_target(config.target, root, root / config.paths.cache)
+            work = load_suite(
+                "default" if suite == LOAD else suite, root=root, render=partial(render_prompt, load_tokenizer(target)),
+                max_prompt_tokens=config.dataset.max_prompt_tokens, count=prompts, dataset=base / "dataset",
+            )  # fmt: skip
+            with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as made:
+                fresh = Path(made) / "bench"
+                fresh.mkdir()
+                _measure(Session(config, target, sources, tuned, work), suite, fresh)
+                manifest.write_json(fresh / ABOUT, _about(work, suite))
+                if final.exists():
+                    final.rename(Path(made) / "old")
+                fresh.rename(final)
+    except Timeout:
+        raise BusyError(f"{final}: another bench is at work there; wait for it, or choose another folder with --out") from None
     return final
+
+
+def _measure(session: Session, suite: str, folder: Path) -> None:
+    if suite == LOAD:
+        _load(session, folder)
+        return
+    result, traces = run_session(session)
+    result["suite"] = suite
+    write_outputs(folder, result, traces)
+
+
+def _short(suite: str, root: Path) -> str:
+    """Return the suite's part of the folder name; files of one name in different folders differ."""
+    if suite in (*SUITES, LOAD):
+        return suite
+    place = hashlib.sha256(str((root / suite).resolve()).encode()).hexdigest()[:6]
+    return f"{Path(suite).stem}-{place}"
+
+
+def _place(folder: Path) -> Path:
+    """Return the output folder as an absolute path, if results may go there: nothing but former results is ever replaced."""
+    folder = folder.resolve()
+    if folder.exists() and not (folder.is_dir() and (not any(folder.iterdir()) or (folder / ABOUT).is_file())):
+        raise ConfigError(f"--out {folder}: it exists and holds no results of 'eagle bench'; name a new folder")
+    return folder
 
 
 def _about(work: Suite, suite: str) -> dict[str, Any]:
@@ -92,10 +122,13 @@ def _load(session: Session, folder: Path) -> None:
     device = pick_device(config.runtime.device)
     setup_torch(tuned["threads"] if device == "cpu" else config.runtime.threads, config.runtime.seed)
     batch = max(bench.batch_sizes)
-    lab = make_lab(session, tuned["dtype"], device, batch, tuned["draft_step"] == "compiled")
+    dtype = timed_dtype(config, tuned)
+    lab = make_lab(session, dtype, device, batch, tuned["draft_step"] == "compiled")
     arms = [Arm(batch, 0.0, 0, "none"), Arm(batch, 0.0, bench.max_draft_tokens, "eagle31-pid")]
     for arm in arms:
-        lab.prepare(arm, session.work, config.runtime.seed)
+        warm = session.work.window(0, batch)
+        lab.engine(arm.method).generate(warm, max_new_tokens=4, draft_tokens=min(arm.draft_tokens, 2), ignore_eos=True)
+        lab.prepare(arm, session.work)
     limits = Limits(bench.load_ttft_ms / 1e3, bench.load_itl_ms / 1e3)
     points: dict[Arm, list[Any]] = {arm: [] for arm in arms}
     with Track("bench: load", len(arms) * len(bench.load_rates) * bench.load_requests, "requests") as track:
@@ -108,7 +141,7 @@ def _load(session: Session, folder: Path) -> None:
                 points[arm].append(point)
     plain, pid = (LoadResult(arm.name, limits, tuple(points[arm])) for arm in arms)
     rows = [row for pair in zip(plain.rows(), pid.rows(plain), strict=True) for row in pair]
-    about = {"dtype": tuned["dtype"], "threads": tuned["threads"], "batch": batch, "requests": bench.load_requests}
+    about = {"dtype": dtype, "threads": tuned["threads"], "batch": batch, "requests": bench.load_requests}
     result = {**about, "max_new_tokens": bench.max_new_tokens, "limits_ms": [bench.load_ttft_ms, bench.load_itl_ms], "rows": rows}
     manifest.write_json(folder / "load.json", {**result, "versions": manifest.versions()})
     text = render_load(result)

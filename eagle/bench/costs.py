@@ -11,16 +11,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from eagle.bench.workload import Workload
+from eagle.decode.batching import Request
 from eagle.decode.control import Plan
 from eagle.decode.cost import CostTable
 from eagle.decode.engine import Engine
+from eagle.decode.stats import Step
+from eagle.errors import ConfigError
 
-CYCLES = 5
-_PER_ROUND = 1.6  # tokens that a round is expected to gain, for the length of the run; more only makes it shorter
+SAMPLES = 5
+_TURNS = 50  # runs through the workload after which a length that never came up is given up
 
 
 class Turns:
-    """A length policy that asks for each of some draft lengths in turn."""
+    """A length policy that asks for each of some draft lengths in turn, the shortest draft first."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths, self._turn = list(lengths), 0
@@ -39,27 +42,45 @@ def cost_lengths(longest: int) -> list[int]:
     return sorted({0, *(k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < longest), longest})
 
 
-def measure_costs(engine: Engine, work: Workload, batch: int, longest: int, seed: int) -> CostTable:
-    """Return the median seconds of each draft length at `batch`, and at a quarter and a half of it, from short runs.
+def measure_costs(engine: Engine, work: Workload, batch: int, longest: int) -> CostTable:
+    """Return the median seconds of each draft length at `batch`, and at a quarter and a half of it.
 
-    Smaller batches are measured because a batch empties when its requests end.
+    Smaller batches are measured because a batch empties when its requests end. Raises ConfigError when the prompts and
+    the room for answers do not allow a single round of some length.
     """
-    lengths = cost_lengths(longest)
     target: dict[tuple[int, int], float] = {}
     draft: dict[tuple[int, int], float] = {}
     for size in sorted({max(1, batch // 4), max(1, batch // 2), batch}):
-        prompts = work.window(0, size)
-        # All requests must still be there in the last cycle.
-        room = engine.max_length - max(map(len, prompts))
-        tokens = min(room, int(_PER_ROUND * CYCLES * len(lengths)) + 2)
-        stats = engine.generate(
-            prompts, max_new_tokens=tokens, draft_tokens=Turns(lengths), ignore_eos=True, batch=size, seed=seed
-        ).stats
-        times: dict[int, list[tuple[float, float]]] = defaultdict(list)
-        for step in stats.steps:
-            if step.batch == size:
-                times[step.length].append((step.target_seconds, step.draft_seconds))
-        for length, seen in times.items():
-            target[size, length + 1] = statistics.median(t for t, _ in seen)
-            draft[size, length] = statistics.median(d for _, d in seen)
+        lengths = cost_lengths(longest)
+        times: dict[int, list[Step]] = defaultdict(list)
+        turns = Turns(lengths)
+        for turn in range(_TURNS):
+            if all(len(times[length]) >= SAMPLES for length in lengths):
+                break
+            for step in _full_steps(engine, work.window(turn, size), size, turns):
+                times[step.length].append(step)
+        missing = [length for length in lengths if not times[length]]
+        if missing:
+            raise ConfigError(
+                f"bench.max_new_tokens: no round with {missing[0]} draft tokens fits the answers at batch {size}; "
+                f"raise it, or lower bench.max_draft_tokens"
+            )
+        for length in lengths:
+            target[size, length + 1] = statistics.median(step.target_seconds for step in times[length])
+            draft[size, length] = statistics.median(step.draft_seconds for step in times[length])
     return CostTable(target, draft)
+
+
+def _full_steps(engine: Engine, prompts: list[list[int]], size: int, turns: Turns) -> list[Step]:
+    """Decode one batch to the end of its room and return the steps that say what a round costs.
+
+    Left out: the first step with a draft, in which the draft takes the prompts in, and steps of a smaller batch.
+    """
+    with engine.decoding(turns, batch=size) as run:
+        for index, prompt in enumerate(prompts):
+            run.submit(Request(prompt, engine.max_length - len(prompt), key=index))
+        while run.busy and run.batch in (0, size):
+            run.step()
+        steps = [step for step in run.stats.steps if step.batch == size]
+    first = next((at for at, step in enumerate(steps) if step.length), len(steps))
+    return steps[:first] + steps[first + 1 :]

@@ -91,7 +91,7 @@ class Players(Protocol):
     def policy(self, arm: Arm) -> int | LengthPolicy:
         """Its draft length, fixed or chosen each round."""
 
-    def prepare(self, arm: Arm, work: Workload, seed: int) -> None:
+    def prepare(self, arm: Arm, work: Workload) -> None:
         """Measure what the arm needs to know before it starts."""
 
 
@@ -116,7 +116,7 @@ def race(
         players.engine(arm.method).generate(
             work.window(0, arm.batch), max_new_tokens=short, draft_tokens=arm.draft_tokens, batch=arm.batch, ignore_eos=True
         )
-        players.prepare(arm, work, seed)
+        players.prepare(arm, work)
     for turn in range(rounds):
         prompts = work.window(turn, size)
         first = turn % len(arms)

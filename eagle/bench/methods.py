@@ -87,13 +87,13 @@ class Lab:
         """How many tokens the arm drafts: its fixed number, or a controller that lives as long as the lab."""
         return self._policies.get(arm, arm.draft_tokens)
 
-    def prepare(self, arm: Arm, work: Workload, seed: int) -> None:
+    def prepare(self, arm: Arm, work: Workload) -> None:
         """Measure what an adaptive arm needs to know before it starts."""
         if arm.method not in _ADAPTIVE or arm in self._policies:
             return
         key = (_SHARES[arm.method], arm.batch)
         if key not in self._costs:
-            self._costs[key] = measure_costs(self.engine(arm.method), work, arm.batch, arm.draft_tokens, seed)
+            self._costs[key] = measure_costs(self.engine(arm.method), work, arm.batch, arm.draft_tokens)
         self._policies[arm] = _ADAPTIVE[arm.method](self._costs[key], self.control)
 
     def cost_table(self, arm: Arm) -> CostTable:
@@ -106,17 +106,20 @@ class Lab:
 
     def lengths(self, method: Method) -> Sequence[int]:
         """The draft lengths at which a method is measured: chains at each configured K, the others at one."""
-        fixed: dict[Method, int] = {
+        fixed: dict[Method, int | Callable[[], int]] = {
             "none": 0,
             "lookahead": NGRAM - 1,
-            "medusa": self.bench.tree_depth,
+            "medusa": self._medusa_depth,
             "eagle2": self.bench.tree_depth,
             "eagle31-tree": self.bench.tree_depth,
             "eagle31-drawn": len(WIDTHS),
             "eagle31-pid": self.bench.max_draft_tokens,
             "eagle31-chunks": self.bench.max_draft_tokens,
         }
-        return [fixed[method]] if method in fixed else sorted(set(self.bench.draft_tokens))
+        if method not in fixed:
+            return sorted(set(self.bench.draft_tokens))
+        length = fixed[method]
+        return [length if isinstance(length, int) else length()]
 
     def _drafter(self, method: Method) -> Drafter:
         build: dict[Method, Callable[[], Drafter]] = {
@@ -154,6 +157,11 @@ class Lab:
     def _medusa(self) -> Drafter:
         model = self.plain.target
         return MedusaDrafter(load_medusa(self._rivals() / "medusa"), batch=self.batch, dtype=model.dtype, device=model.device)
+
+    def _medusa_depth(self) -> int:
+        drafter = self.engine("medusa").drafter
+        assert isinstance(drafter, MedusaDrafter)  # noqa: S101 -- for the type checker
+        return min(drafter.depth, self.bench.tree_depth)
 
     def _rivals(self) -> Path:
         if self._sources.rivals is None:

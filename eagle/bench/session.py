@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import torch
@@ -28,7 +28,7 @@ from eagle import manifest
 from eagle.bench import measure, plots, replays, table
 from eagle.bench.methods import Lab, Sources
 from eagle.bench.workload import Arm, Workload, is_adaptive, speed_arms, window_size
-from eagle.config import Config, Method
+from eagle.config import Config, DType, Method
 from eagle.decode.control import ControlSettings
 from eagle.decode.replay import Round
 from eagle.errors import StepFailed
@@ -56,12 +56,26 @@ class Session:
 
 
 def read_tuned(folder: Path) -> dict[str, Any]:
-    """Return tuned.json of a tune step's folder. Raises StepFailed for one that lacks a key."""
-    tuned: dict[str, Any] = manifest.read_json(folder / "tuned.json")
+    """Return tuned.json of a tune step's folder. Raises StepFailed for one that is missing, damaged or lacks a key."""
+    path, again = folder / "tuned.json", f"run: eagle step tune --dir {folder.parent} --force"
+    try:
+        tuned = manifest.read_json(path)
+    except (OSError, ValueError) as error:
+        raise StepFailed(f"{path}: cannot be read ({error}); {again}") from None
+    if not isinstance(tuned, dict):
+        raise StepFailed(f"{path}: not an object; {again}")
     for key in ("threads", "dtype", "draft_step"):
         if key not in tuned:
-            raise StepFailed(f"{folder / 'tuned.json'}: no key '{key}'; run: eagle step tune --dir {folder.parent} --force")
+            raise StepFailed(f"{path}: no key '{key}'; {again}")
+    whole = isinstance(tuned["threads"], int) and not isinstance(tuned["threads"], bool) and tuned["threads"] > 0
+    if not whole or tuned["dtype"] not in get_args(DType) or tuned["draft_step"] not in ("eager", "compiled"):
+        raise StepFailed(f"{path}: threads, dtype or draft_step is not one that the step writes; {again}")
     return tuned
+
+
+def timed_dtype(config: Config, tuned: dict[str, Any]) -> str:
+    """The dtype of timed runs: one that was asked for is obeyed; otherwise the one measured to be faster here."""
+    return config.bench.dtype if "dtype" in config.bench.model_fields_set else str(tuned["dtype"])
 
 
 def run_session(session: Session) -> tuple[dict[str, Any], Traces]:
@@ -69,8 +83,7 @@ def run_session(session: Session) -> tuple[dict[str, Any], Traces]:
     config, bench, tuned, work = session.config, session.config.bench, session.tuned, session.work
     device = pick_device(config.runtime.device)
     setup_torch(tuned["threads"] if device == "cpu" else config.runtime.threads, config.runtime.seed)
-    # A dtype that was asked for is obeyed; otherwise the one that was measured to be faster here.
-    dtype = bench.dtype if "dtype" in bench.model_fields_set else tuned["dtype"]
+    dtype = timed_dtype(config, tuned)
     busy = psutil.cpu_percent(interval=0.3)
     if busy > BUSY_PERCENT:
         say(f"bench: other processes use {busy:.0f} % of the cores: the timings are not reliable")
@@ -171,12 +184,12 @@ def _replay(session: Session, lab: Lab, traces: Traces) -> list[dict[str, Any]]:
 
 def _equality(session: Session, device: str, stop: frozenset[int]) -> dict[str, Any]:
     """Compare all methods' text in float32, at batch 1 and in one ragged batch."""
-    bench, seed = session.config.bench, session.config.runtime.seed
+    bench = session.config.bench
     prompts = session.work.prompts[: bench.equality_prompts]
     lab = make_lab(session, "float32", device, len(prompts), compiled=False)
     arms = [Arm(b, 0.0, max(lab.lengths(m)), m) for m in session.methods or ["none"] for b in sorted({1, len(prompts)})]
     for arm in arms:
-        lab.prepare(arm, session.work, seed)
+        lab.prepare(arm, session.work)
     return measure.equality(lab, arms, prompts, max_new_tokens=bench.max_new_tokens, stop=stop)
 
 

@@ -30,7 +30,7 @@ class Backlog:
         self._device = device
 
     def begin(self, slot: int) -> None:
-        """A new request takes the slot."""
+        """A new request takes the slot, or none: what waits is dropped."""
         self._slots[slot] = _Waiting()
 
     def add(self, slot: int, tokens: list[int], aux: Tensor | None) -> None:
@@ -43,6 +43,10 @@ class Backlog:
     def fresh(self, slot: int) -> bool:
         """Whether the drafter knows nothing of the slot's request yet."""
         return self._slots[slot].start == 0
+
+    def waiting(self, slot: int) -> int:
+        """How many positions the drafter has not been told of."""
+        return len(self._slots[slot].tokens)
 
     def take(self, slots: list[int]) -> tuple[Tensor, Tensor | None, list[int], list[int]]:
         """Hand over what waits: tokens [n, T], aux [n, T, A*H] (right-padded), starts and counts, for `Drafter.extend`."""

@@ -143,6 +143,8 @@ class Decoding:
             raise ValueError(
                 f"prompt {request.key}: {length} + {request.max_new_tokens} tokens do not fit 1..{self.engine.max_length}"
             )
+        if request.key < 0:
+            raise ValueError(f"a request's key must be 0 or more, not {request.key}")
         answer = Answer(request, submitted=self.clock())
         if request.max_new_tokens:
             self._waiting.append(answer)
@@ -156,7 +158,8 @@ class Decoding:
             self._prefill(min(len(self._waiting), self.limit - len(self._slots), _PREFILL_ROWS))
         if not self._slots:
             return
-        plan, count = self._plan(), len(self._slots)
+        wanted, count = self._wanted(), len(self._slots)
+        plan = wanted if self._useful(wanted) else Plan(0, wanted.chunk)
         began = self.clock()
         proposal = self._draft(plan.length) if plan.length else None
         drafted = self.clock()
@@ -172,18 +175,22 @@ class Decoding:
         self.stats.record(count, plan.length if proposal else 0, decisions, drafted - began, decided - drafted)
         for length, accepted in resolved.items():  # drafts that were carried over may have another length than this step's
             self.policy.observe(count, Plan(length, plan.chunk), accepted)
-        if not plan.length and not resolved:
+        if not wanted.length and not resolved:
             self.policy.observe(count, plan, [])
         self._leave()
 
-    def _plan(self) -> Plan:
-        """Return what the policy wants, within what makes sense: no draft where every request lacks just one token."""
+    def _wanted(self) -> Plan:
+        """Return what the policy wants."""
         plan = Plan(0) if self.drafter is None else self.policy.plan(len(self._slots))
         if not 0 <= plan.length <= MAX_DRAFT_TOKENS or plan.chunk < 0:
             raise ValueError(f"the policy asked for {plan}; 0..{MAX_DRAFT_TOKENS} draft tokens are possible")
+        return plan
+
+    def _useful(self, plan: Plan) -> bool:
+        """Whether a draft makes sense: not where every request lacks just one token."""
         # A drawn tree is drafted for all rows or none: whether it is may not depend on who else is in the batch.
         drawn_tree = self.drafter is not None and self.drafter.lanes > 0
-        return plan if drawn_tree or max(slot.open_tokens for slot in self._slots) > 1 else Plan(0, plan.chunk)
+        return not plan.length or drawn_tree or max(slot.open_tokens for slot in self._slots) > 1
 
     def _warps(self) -> Warp:
         if self._warp is None:
@@ -217,7 +224,7 @@ class Decoding:
             answer.admitted, answer.first_token = began, now
             self._backlog.begin(rows[i])
             if self.drafter:
-                self._backlog.add(rows[i], prompts[i][1:] + [token], None if states is None else states[i, : lengths[i]])
+                self._backlog.add(rows[i], prompts[i][1:] + [token], None if states is None else states[i, : lengths[i]].clone())
             self._emit(self._slots[-1], [token], now)
         self._warp = None
         self.stats.prefill_seconds += now - began
@@ -233,15 +240,19 @@ class Decoding:
             return None
         fresh = [row for row in rows if self._backlog.fresh(row)]
         known = [row for row in rows if not self._backlog.fresh(row)]
-        groups = [fresh[i : i + _PREFILL_ROWS] for i in range(0, len(fresh), _PREFILL_ROWS)] + ([known] if known else [])
-        for group in groups:
+        # Few rows a pass where there is much to take in: prompts, or what a long rest has left.
+        size = _PREFILL_ROWS if any(self._backlog.waiting(row) > 2 * MAX_DRAFT_TOKENS for row in known) else max(len(known), 1)
+        groups = [fresh[i : i + _PREFILL_ROWS] for i in range(0, len(fresh), _PREFILL_ROWS)]
+        for group in groups + [known[i : i + size] for i in range(0, len(known), size)]:
             self.drafter.extend(group, *self._backlog.take(group))
         draws = None
         warp = self._warps()
         if not warp.greedy and not self.drafter.deterministic:
             seeds, keys = self._streams(rows)
             places = [self._slots[row].length + 1 for row in rows]
-            draws = Draws(warp.take(rows), uniforms(seeds, Stream.DRAFT, keys, places, length, self._device, self.drafter.lanes))
+            salt = [len(self._slots[row].answer.accepted) for row in rows] if self._judge.fresh_numbers else None
+            numbers = uniforms(seeds, Stream.DRAFT, keys, places, length, self._device, self.drafter.lanes, salt)
+            draws = Draws(warp.take(rows), numbers)
         proposal = self.drafter.draft(rows, length, draws)
         if proposal.parents is None:
             for i, (row, tokens) in enumerate(zip(rows, proposal.tokens.tolist(), strict=True)):
@@ -254,7 +265,7 @@ class Decoding:
         `resolved` gets the drafts that are decided now.
         """
         slots = [self._slots[row] for row in rows]
-        # With as many drafts as a chunk holds tokens, the chunk's logits decide them all, and none is left for a bonus.
+        # With as many drafts as a chunk holds tokens, the chunk's logits decide them all; the bonus takes one pass more.
         full = [bool(chunk and slot.left and len(slot.left.rest) >= chunk) for slot in slots]
         decide = [(s.left.rest[:chunk] if f else s.left.rest) if s.left else [] for s, f in zip(slots, full, strict=True)]
         fed = [[slot.pending, *(d[:-1] if f else d)] for slot, d, f in zip(slots, decide, full, strict=True)]
@@ -265,7 +276,8 @@ class Decoding:
         self.stats.saw_logits(logits)
         seeds, keys = self._streams(rows)
         warp = self._warps() if len(rows) == len(self._slots) else self._warps().take(rows)
-        accepted, following = self._judge.chains(logits, decide, [slot.left for slot in slots], warp, seeds, keys, starts)
+        rounds = [len(slot.answer.accepted) for slot in slots]
+        accepted, following = self._judge.chains(logits, decide, [slot.left for slot in slots], warp, seeds, keys, starts, rounds)
         now = self.clock()
         aux = self._taps.concat() if self._taps else None
         going = []
@@ -274,11 +286,11 @@ class Decoding:
             tokens = decide[i][: accepted[i]] + ([] if passed else [following[i]])
             if slot.left:
                 slot.left.at += accepted[i]
-                if passed and slot.left.rest:
+                if passed:
                     going.append(row)
                 else:
                     self._resolve(slot, resolved)
-            self._gain(row, tokens, None if aux is None else aux[i, : len(tokens)], now)
+            self._gain(row, tokens, None if aux is None else aux[i, : len(tokens)].clone(), now)
             if slot.left and slot.answer.finish:
                 self._resolve(slot, resolved)
         return [row for row in going if self._slots[row].left]
@@ -326,7 +338,7 @@ class Decoding:
             self.stats.observe([accepted[row]], depth)
             slot.answer.accepted.append(accepted[row])
             resolved[depth].append(accepted[row])
-            self._gain(row, gained, None if aux is None else aux[row, : len(gained)], now)
+            self._gain(row, gained, None if aux is None else aux[row, : len(gained)].clone(), now)
 
     def _gain(self, row: int, tokens: list[int], aux: Tensor | None, now: float) -> None:
         """A row's text goes on by `tokens`: the target's cache holds all but the last of them and what was pending."""
@@ -370,6 +382,7 @@ class Decoding:
                 continue
             last = len(self._slots) - 1
             moved = self._slots.pop()
+            self._backlog.begin(slot)
             if slot != last and moved.answer.finish is None:
                 self.engine.store.move(last, slot, moved.length)
                 if self.drafter and not self._backlog.fresh(last):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from eagle.decode.proposal import MAX_DRAFT_TOKENS, Drafter
 from eagle.decode.sampling import SamplingParams
 from eagle.decode.stats import DecodeStats
 from eagle.draft.model import DraftModel
+from eagle.errors import ConfigError
 from eagle.target.taps import HiddenTaps
 
 
@@ -62,6 +63,7 @@ class Engine:
         reach: int = MAX_DRAFT_TOKENS,
     ) -> None:
         config = target.config.get_text_config()
+        _refuse_length_dependent_rope(config, max_length)
         if isinstance(draft, DraftModel):
             draft = EagleDrafter.beside(target, draft, batch=batch, max_length=max_length, compiled=compiled)
         self.drafter: Drafter | None = draft
@@ -173,3 +175,15 @@ def _ended(answer: Answer) -> Literal["stop", "length"]:
     if answer.finish is None:
         raise RuntimeError("a request is not finished")
     return answer.finish
+
+
+def _refuse_length_dependent_rope(config: Any, max_length: int) -> None:
+    """Some rope types turn all positions by another angle once any row is long: a batch would change its rows' text."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default") if isinstance(rope.get("rope_type", "default"), str) else "default"
+    known = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if kind in ("dynamic", "longrope") and max_length > known:
+        raise ConfigError(
+            f"target.model: rope type '{kind}' beyond {known} positions is not supported by the reference engine; "
+            f"{max_length} were asked for: use shorter prompts and answers"
+        )

@@ -31,6 +31,7 @@ class Judge:
 
     def __init__(self, verification: Verification, device: torch.device) -> None:
         self._verify = {"rejection": verify_sampled, "block": verify_block}[verification]
+        self.fresh_numbers = verification == "block"  # per round, see eagle.decode.randomness
         self._device = device
 
     def first(self, logits: Tensor, warp: Warp, seeds: list[int], keys: list[int], places: list[int]) -> list[int]:
@@ -51,11 +52,12 @@ class Judge:
         seeds: list[int],
         keys: list[int],
         starts: list[int],
+        rounds: list[int],
     ) -> tuple[list[int], list[int]]:
         """Return how many tokens of each row's draft stand, and the target's token after them (-1 where it has no logits).
 
         logits [n, T, V]: after the pending token at `starts[i]` and after each draft token that was fed. `drafts`:
-        the tokens to decide, at most T a row; `lefts`: where they come from.
+        the tokens to decide, at most T a row; `lefts`: where they come from; `rounds`: drafts decided for each row before.
         """
         width = max(map(len, drafts))
         tokens = torch.tensor([d + [_NO_TOKEN] * (width - len(d)) for d in drafts], device=self._device).view(len(drafts), width)
@@ -70,7 +72,8 @@ class Judge:
             if drawn is None:
                 verdict = verify_coupled(tokens, p, number)
             else:
-                accept = uniforms(seeds, Stream.ACCEPT, keys, places, width, self._device)
+                salt = rounds if self.fresh_numbers else None
+                accept = uniforms(seeds, Stream.ACCEPT, keys, places, width, self._device, rounds=salt)
                 chosen, q, padding = _drawn(drafts, lefts, drawn, width)
                 if padding is not None:
                     accept = accept.masked_fill(padding, _NEVER)
@@ -119,11 +122,15 @@ def _drawn(
     for i, (draft, left) in enumerate(zip(drafts, lefts, strict=True)):
         if left is None or not draft:
             continue
-        source = left.proposal
-        assert source.probabilities is not None  # noqa: S101 -- for the type checker
-        assert source.chosen is not None  # noqa: S101 -- for the type checker
-        part = slice(left.at, left.at + len(draft))
-        chosen[i, : len(draft)] = source.chosen[left.row, part]
-        q[i, : len(draft)] = source.probabilities[left.row, part]
+        source, part = left.proposal, slice(left.at, left.at + len(draft))
         padding[i, : len(draft)] = False
+        if source.probabilities is None or source.chosen is None:
+            # Drafted while all rows were greedy: q is 1 at the token, and what was chosen had probability 1.
+            index = torch.tensor(draft, device=q.device)
+            if drawn.ids is not None:
+                index = torch.searchsorted(drawn.ids, index)
+            q[i, torch.arange(len(draft)), index] = 1.0
+        else:
+            chosen[i, : len(draft)] = source.chosen[left.row, part]
+            q[i, : len(draft)] = source.probabilities[left.row, part]
     return chosen, q, padding

@@ -147,6 +147,11 @@ class MedusaDrafter(Drafter):
         self._last = torch.zeros(batch, len(heads.norm), dtype=dtype, device=device)
         self._trees = [_tree(heads.paths, depth) for depth in range(1, len(made) + 1)]
 
+    @property
+    def depth(self) -> int:
+        """Levels of the deepest tree: one per head."""
+        return len(self._trees)
+
     def extend(self, rows: list[int], tokens: Tensor, aux: Tensor | None, starts: list[int], counts: list[int]) -> None:
         """See `Drafter.extend`. Raises ValueError without hidden states."""
         if aux is None:

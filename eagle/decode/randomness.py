@@ -3,8 +3,9 @@
 A drawn token therefore does not depend on which other requests share the batch, on how many rounds were needed or
 on what was drafted before. SplitMix64 (Steele, Lea, Flood 2014) is used as the mixing function.
 
-Reusing a position's draft number in a later round is sound: a draft token that was thrown away unverified had no
-influence on what was accepted before it.
+Reusing a position's draft number in a later round is sound where a draft token that was thrown away unverified had no
+influence on what was accepted before it: rejection sampling, token by token. Block verification looks at the whole draft
+before it accepts a part of it, so its draft and acceptance numbers are other ones in each round.
 """
 
 from __future__ import annotations
@@ -35,16 +36,18 @@ def _mix(value: np.ndarray) -> np.ndarray:
 
 def uniforms(
     seeds: int | list[int], stream: Stream, requests: list[int], starts: list[int], width: int, device: torch.device | str = "cpu",
-    lanes: int = 0,
+    lanes: int = 0, rounds: list[int] | None = None,
 ) -> Tensor:
     """Return uniforms in [0, 1) for positions `starts[i] .. starts[i] + width - 1` of request `requests[i]`.
 
     `seeds`: one for all, or one per request. float64 [n, width] with 52 random bits each; with `lanes`, so many
-    independent numbers per position: [n, width, lanes].
+    independent numbers per position: [n, width, lanes]. `rounds[i]`: numbers that are other ones in each round.
     """
     with np.errstate(over="ignore"):
         state = _mix(_mix(np.atleast_1d(np.array(seeds, dtype=np.uint64))[:, None]) ^ np.uint64(stream))
         state = _mix(state ^ np.array(requests, dtype=np.uint64)[:, None])
+        if rounds is not None:
+            state = _mix(state ^ np.array(rounds, dtype=np.uint64)[:, None])
         positions = np.array(starts, dtype=np.uint64)[:, None] + np.arange(width, dtype=np.uint64)
         mixed = _mix(state ^ positions)
         if lanes:

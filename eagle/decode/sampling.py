@@ -35,8 +35,8 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{name} must be a number, not {value!r}")
         for name, whole in (("top_k", self.top_k), ("seed", self.seed)):
-            if isinstance(whole, bool) or not isinstance(whole, int) or whole < 0:
-                raise ValueError(f"{name} must be a whole number from 0 on, not {whole!r}")
+            if isinstance(whole, bool) or not isinstance(whole, int) or not 0 <= whole < 2**63:
+                raise ValueError(f"{name} must be a whole number from 0 on, below 2^63, not {whole!r}")
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:  # refuses NaN too
             raise ValueError(f"temperature must be 0 or a finite number from {MIN_TEMPERATURE} on, not {self.temperature!r}")
         if not 0 < self.top_p <= 1:

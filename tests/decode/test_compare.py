@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 from typer.testing import CliRunner
 
 from eagle import manifest
@@ -20,7 +21,7 @@ from eagle.config import Config, Method
 from eagle.decode.medusa import MedusaHeads, save_medusa
 from eagle.decode.replay import load_trace
 from eagle.draft.io import save_draft
-from eagle.errors import ConfigError, StepFailed
+from eagle.errors import BusyError, ConfigError, StepFailed
 from tests.decode.test_bench import _process_settings  # noqa: F401 -- the fixture
 from tests.toys import tiny_target
 from tests.training.builders import make_draft, write_dataset
@@ -73,7 +74,8 @@ def test_every_method_in_one_table(tmp_path: Path) -> None:
     methods = available_methods(find_sources(base), base)
     assert methods == list(get_args(Method))
     done = compare(with_methods(config, *methods), tmp_path, base, "prompts.jsonl", None, None)
-    assert done == base / "bench-prompts"
+    assert done.parent == base
+    assert done.name.startswith("bench-prompts-")
     bench = json.loads((done / "bench.json").read_text())
     for batch in (1, 3):
         rows = {row["method"]: row for row in bench["rows"] if row["batch"] == batch}
@@ -90,11 +92,11 @@ def test_every_method_in_one_table(tmp_path: Path) -> None:
     assert len(load_trace(done / "trace-b3.jsonl")) == bench["replay"][1]["rounds"]
     assert set(bench["memory_by_method"]) == set(methods) - {"none"}
     text = (done / "table.txt").read_text()
-    for label in ("Medusa, depth=4", "EAGLE-2, depth=4", "Lookahead, depth=3", "(distilled), K=2", "Eagle 3.1 + PID, K<=4"):
+    for label in ("Medusa, depth=3", "EAGLE-2, depth=4", "Lookahead, depth=3", "(distilled), K=2", "Eagle 3.1 + PID, K<=4"):
         assert label in text
     assert (done / "draft_length.png").exists()
     assert json.loads((done / "suite.json").read_text())["prompts"] == 5
-    assert not list(base.glob("*.partial"))
+    assert {path.name for path in base.iterdir() if path.name.startswith((".", "bench"))} == {done.name, f"{done.name}.lock"}
 
 
 def test_load(tmp_path: Path) -> None:
@@ -109,6 +111,34 @@ def test_load(tmp_path: Path) -> None:
     assert "good/s" in (done / "load.txt").read_text()
 
 
+def test_nothing_but_former_results_is_replaced(tmp_path: Path) -> None:
+    config, base = make_run(tmp_path, rivals=False)
+    config = with_methods(config, "eagle31")
+    kept = tmp_path / "mine"
+    kept.mkdir()
+    (kept / "a.txt").write_text("x")
+    link = tmp_path / "link"
+    link.symlink_to(kept)
+    for out in (kept, tmp_path, base, kept / "a.txt", link):
+        with pytest.raises(ConfigError, match="name a new folder"):
+            compare(config, tmp_path, base, "prompts.jsonl", 2, out)
+    assert (kept / "a.txt").read_text() == "x"
+    with FileLock(tmp_path / "new.lock"), pytest.raises(BusyError, match="another bench"):
+        compare(config, tmp_path, base, "prompts.jsonl", 2, tmp_path / "new")
+    for _ in range(2):
+        assert compare(config, tmp_path, base, "prompts.jsonl", 2, tmp_path / "new") == tmp_path / "new"
+    for damaged in ("3", '{"threads": 1', '{"threads": "x", "dtype": "float32", "draft_step": "eager"}'):
+        (base / "tune" / "tuned.json").write_text(damaged)
+        with pytest.raises(StepFailed, match=r"tuned\.json"):
+            compare(config, tmp_path, base, "prompts.jsonl", 2, tmp_path / "new")
+    short = with_methods(Config.model_validate({**config.model_dump(by_alias=True)}), "eagle31-pid")
+    values = {**short.model_dump(by_alias=True), "bench": {**short.bench.model_dump(), "max_new_tokens": 1, "max_draft_tokens": 16}}
+    (base / "tune" / "tuned.json").write_text('{"threads": 1, "dtype": "float32", "draft_step": "eager"}')
+    with pytest.raises(ConfigError, match=r"bench\.max_new_tokens"):
+        compare(Config.model_validate(values), tmp_path, base, "prompts.jsonl", 1, tmp_path / "new2")
+    assert not (tmp_path / "new2").exists()
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     config, base = make_run(tmp_path, rivals=False)
     assert set(get_args(Method)) - set(available_methods(find_sources(base), base)) == {"medusa", "eagle2"}
@@ -119,7 +149,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="closest: 'heldout'"):
         compare(with_methods(config, "eagle31"), tmp_path, base, "heldut", None, None)
     assert not Sources(None, base / "policy").available("eagle31-distilled")
-    assert [path.name for path in sorted(base.iterdir())] == ["dataset", "distill", "policy", "tune"]
+    assert [path.name for path in sorted(base.iterdir()) if path.suffix != ".lock"] == ["dataset", "distill", "policy", "tune"]
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -128,7 +158,7 @@ def test_the_command(tmp_path: Path) -> None:
     options = ["--suite", "prompts.jsonl", "--methods", "none,eagle31-pid", "--batch", "2", "--rounds", "2", "--prompts", "3"]
     done = CliRunner().invoke(app, ["--root", str(tmp_path), "bench", "--dir", str(base), *options])
     assert done.exit_code == 0, done.output
-    bench = json.loads((base / "bench-prompts" / "bench.json").read_text())
+    bench = json.loads((next(base.glob("bench-prompts-*/bench.json"))).read_text())
     assert [(row["method"], row["batch"]) for row in bench["rows"]] == [("none", 2), ("eagle31-pid", 2)]
     with pytest.raises(ConfigError, match=r"bench\.methods.*medua"):
         CliRunner().invoke(app, ["--root", str(tmp_path), "bench", "--methods", "medua"], catch_exceptions=False)

@@ -205,7 +205,8 @@ def test_a_chunk_that_fails_ends_its_draft() -> None:
     stats = oracle_run(1, 6, 1, chunk=2).stats
     assert (stats.accepted, stats.target_passes, stats.peak_logits_bytes) == (0, 8 * (COUNT - 1), 2 * 64 * 4)
     right = oracle_run(0, 6, 1, chunk=2).stats
-    assert right.target_passes == 8 * -(-(COUNT - 1) // 2)
+    assert right.target_passes == 8 * (3 * 4 + 1)  # 7 tokens a round in passes of 2, 2, 2 and 1; the last one ends early
+    assert right.acceptance_length == 1 + (3 * 6 + 2) / 4
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -249,6 +250,45 @@ def test_requests_have_settings_of_their_own() -> None:
     assert together[3] == answers[3][:12]
     assert together == run(requests, 2, 3, 0) == [run([r], 1, 3, 0)[0] for r in requests]
     assert run(requests, 4, 3, 2) == [run([r], 1, 3, 2)[0] for r in requests]
+
+
+def test_a_sampled_request_joins_greedy_ones_in_the_middle_of_a_draft() -> None:
+    model, questions, answers = reference()
+    with Engine(model, own_draft(), max_length=60, batch=2).decoding(6, chunk=2, carry=True) as run:
+        first = run.submit(Request(questions[0], COUNT))
+        run.step()
+        second = run.submit(Request(questions[1], 12, SamplingParams(1.0, seed=4), key=1))
+        while run.busy:
+            run.step()
+    assert first.tokens == answers[0][:COUNT]
+    with Engine(model, own_draft(), max_length=60, batch=1).decoding(6, chunk=2, carry=True) as run:
+        alone = run.submit(Request(questions[1], 12, SamplingParams(1.0, seed=4), key=1))
+        while run.busy:
+            run.step()
+    assert second.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_two_rounds_keep_the_distribution(verification: str) -> None:
+    """The third and fourth token of 6000 answers under K = 3: the second round reuses no number that decided the first."""
+    vocab, count = 8, 6000
+    model = target(vocab=vocab, scale=1.0)
+    prompt = prompts([6], vocab)[0]
+    engine = Engine(model, draft(model, vocab=8), max_length=16, batch=1000)
+    result = engine.generate([prompt] * count, max_new_tokens=5, draft_tokens=3, temperature=1.0, seed=7, verification=verification)
+    assert result.stats.rounds > count
+    observed = torch.zeros(vocab, vocab, vocab)
+    for _, _, third, fourth, fifth in result.tokens:
+        observed[third, fourth, fifth] += 1
+    with torch.no_grad():
+        weights = torch.ones(1, dtype=torch.float64)
+        texts = torch.tensor([prompt])
+        for _ in range(5):
+            p = torch.softmax(model(texts).logits[:, -1].double(), -1)
+            weights = (weights[:, None] * p).flatten()
+            texts = torch.cat([texts.repeat_interleave(vocab, 0), torch.arange(vocab).repeat(len(texts))[:, None]], 1)
+    expected = weights.view(vocab, vocab, vocab, vocab, vocab).sum((0, 1)) * count
+    assert surprise(observed, expected) < 4
 
 
 def test_ancestors() -> None:
@@ -332,6 +372,7 @@ def test_refuses_what_does_not_fit() -> None:
         {"temperature": -1.0},
         {"temperature": float("nan")},
         {"top_p": 0.0},
+        {"seed": 2**64},
         {"batch": 3},
         {"chunk": -1},
         {"draft_tokens": FixedLength(1), "chunk": 1},
