@@ -49,12 +49,13 @@ def main() -> None:
     table = found.key_averages()
     total = sum(event.self_cpu_time_total for event in table)
     calls = sum(event.count for event in table if event.key.startswith(("aten::", "mkldnn::")))
-    sys.stdout.write(
-        f"{dtype}, {tuned['threads']} threads, profile {run.profile}: {LENGTH} draft tokens in {1e3 * statistics.median(seconds):.2f} ms "
-        f"(median of {REPEATS}); {calls / REPEATS / LENGTH:.0f} operator calls a token\n"
-    )
+    middle = 1e3 * statistics.median(seconds)
+    sys.stdout.write(f"{dtype}, {tuned['threads']} threads, draft of profile {run.profile}\n")
+    each = calls / REPEATS / LENGTH
+    sys.stdout.write(f"{LENGTH} draft tokens: {middle:.2f} ms, median of {REPEATS}; {each:.0f} operator calls a token\n")
     for event in sorted(table, key=lambda event: -event.self_cpu_time_total)[:8]:
-        sys.stdout.write(f"{100 * event.self_cpu_time_total / total:5.1f} %  {event.count / REPEATS / LENGTH:6.1f} a token  {event.key}\n")
+        share, count = 100 * event.self_cpu_time_total / total, event.count / REPEATS / LENGTH
+        sys.stdout.write(f"{share:5.1f} %  {count:6.1f} calls a token  {event.key}\n")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ class Decoding:
         wanted, count = self._wanted(), len(self._slots)
         plan = wanted if self._useful(wanted) else Plan(0, wanted.chunk)
         began = self.clock()
-        proposal = self._draft(plan.length) if plan.length else None
+        proposal = self._draft(plan.length, plan.rows) if plan.length else None
         drafted = self.clock()
         resolved: _Resolved = defaultdict(list)
         if proposal is not None and proposal.parents is not None:
@@ -231,11 +231,16 @@ class Decoding:
         self.stats.ttft_seconds += (now - began) * count
         self._leave()
 
-    def _draft(self, length: int) -> Proposal | None:
-        """Draft for the slots that have no draft left and lack more than one token (a tree: for all slots)."""
+    def _draft(self, length: int, most: int) -> Proposal | None:
+        """Draft for the slots that have no draft left and lack more than one token (a tree: for all slots).
+
+        At most `most` of them (0: all), those first that the drafter knows already.
+        """
         assert self.drafter is not None  # noqa: S101 -- for the type checker
         all_rows = self.drafter.branches
         rows = [row for row, slot in enumerate(self._slots) if all_rows or (slot.left is None and slot.open_tokens > 1)]
+        if most and not all_rows:
+            rows = sorted(sorted(rows, key=self._backlog.waiting)[:most])
         if not rows:
             return None
         fresh = [row for row in rows if self._backlog.fresh(row)]

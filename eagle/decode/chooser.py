@@ -87,7 +87,7 @@ class Chooser:
         """The next round's plan for `batch` requests. Raises ValueError for `batch` < 1."""
         bucket = self._bucket(batch)
         chosen = self._choose(batch, bucket)
-        return Plan(1) if chosen.length == 0 and bucket.probe.probing and len(self._options) > 1 else chosen
+        return self._settings.probe(batch) if chosen.length == 0 and bucket.probe.probing and len(self._options) > 1 else chosen
 
     def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
         """Learn from a round. Raises ValueError for counts that do not fit `plan` or `batch`."""

@@ -20,13 +20,17 @@ from eagle.decode.survival import SurvivalEstimator
 
 @dataclass(frozen=True)
 class Plan:
-    """A round to come: `length` draft tokens K (0 = no speculation), fed to the target `chunk` at a time (0 = one pass)."""
+    """A round to come: `length` draft tokens K (0 = no speculation), fed to the target `chunk` at a time (0 = one pass).
+
+    `rows`: how many requests are drafted for, 0 = all. The others get their one token: a probe need not cost all of them.
+    """
 
     length: int
     chunk: int = 0
+    rows: int = 0
 
     def __post_init__(self) -> None:
-        if self.length < 0 or self.chunk < 0:
+        if self.length < 0 or self.chunk < 0 or self.rows < 0:
             raise ValueError(f"no round has {self.length} draft tokens and chunk {self.chunk}")
 
 
@@ -103,6 +107,10 @@ class ControlSettings:
             raise ValueError("dead_band must be in [0.5, 1)")
         if self.probe_limit < self.probe_every:
             raise ValueError("probe_limit must be at least probe_every")
+
+    def probe(self, batch: int) -> Plan:
+        """A round that asks whether speculation would pay: K = 1 for as many requests as the evidence needs."""
+        return Plan(1, rows=self.probe_drafts if self.probe_drafts < batch else 0)
 
     def estimator(self, positions: int) -> SurvivalEstimator:
         """A survival estimator over `positions` draft tokens with these settings."""
@@ -204,14 +212,18 @@ class ProbeSchedule:
             self.begin(batch)
 
     def failed(self, batch: int, costs: CostTable, survival: float) -> None:
-        """A probe round has passed, and K = 1, of which the share `survival` is accepted, does not pay."""
-        self._left = max(self._left - 1, 0)
+        """A probe round has passed and K = 1, of which the share `survival` is accepted, does not pay."""
+        self._left -= 1
         if self._left:
             return
-        plain = costs.round_seconds(batch, 0)
-        lost = max(costs.round_seconds(batch, 1) - (1.0 + survival) * plain, 0.0) * self.burst(batch)
+        # A probe widens everybody's pass and drafts for a few rows.
+        plain, rows = costs.round_seconds(batch, 0), min(self._settings.probe_drafts, batch)
+        widened = costs.target_seconds(batch, 2) - costs.target_seconds(batch, 1)
+        drafted = costs.draft_seconds(rows, 1)
+        lost = max(widened + drafted - survival * plain * rows / batch, 0.0) * self.burst(batch)
         affordable = math.ceil(lost / (self._settings.probe_budget * plain))
-        self._wait = max(min(2 * self._wait, affordable, self._settings.probe_limit), self._settings.probe_every)
+        longest = max(min(affordable, self._settings.probe_limit), self._settings.probe_every)
+        self._wait = min(2 * self._wait, longest)
 
 
 @dataclass(frozen=True)
@@ -275,7 +287,7 @@ class PidController:
         bucket = self._bucket(batch)
         base = self._feed_forward(batch, bucket)
         if base == 0:
-            return Plan(1 if bucket.probe.probing and self._max else 0)
+            return self._settings.probe(batch) if bucket.probe.probing and self._max else Plan(0)
         return Plan(max(1, min(self._max, base + bucket.steps)))
 
     def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:

@@ -148,7 +148,7 @@ class Erratic:
         self.seen: list[tuple[int, Plan, list[int]]] = []
 
     def plan(self, batch: int) -> Plan:
-        return Plan(self.random.randint(0, self.longest), self.random.randint(0, self.widest))
+        return Plan(self.random.randint(0, self.longest), self.random.randint(0, self.widest), self.random.choice([0, 0, 1, 3]))
 
     def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
         self.seen.append((batch, plan, list(accepted)))
