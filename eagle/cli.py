@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failure, 2 usage or configuration, 3 gate rejected, 4 busy
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ def bench(
     wanted = ",".join(available_methods(find_sources(base), base)) if methods is None else methods
     config, root, _ = _load(context, profile, [*said, f"bench.methods=[{wanted}]", *(overrides or ())])
     done = compare(config, root, base, suite, prompts, out)
-    say(f"bench: done -> {done}; next: eagle bench --suite load --dir {base}")
+    say(f"bench: done -> {done}; next: eagle bench --suite load --dir {shlex.quote(str(base))}")
 
 
 @app.command("config")
