@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from eagle.bench.workload import Workload
-from eagle.decode.batching import Request
 from eagle.decode.control import Plan
 from eagle.decode.cost import CostTable
 from eagle.decode.engine import Engine
+from eagle.decode.requests import Request
 from eagle.decode.stats import Step
 from eagle.errors import ConfigError
 

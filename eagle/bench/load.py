@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from eagle.bench.arrivals import Limits, LoadPoint, RequestTimes, load_point, poisson_arrivals
 from eagle.bench.workload import Workload
-from eagle.decode.batching import Answer, Request
 from eagle.decode.control import LengthPolicy
 from eagle.decode.engine import Engine
+from eagle.decode.requests import Answer, Request
 
 
 def run_load(

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle.bench.costs import measure_costs
@@ -56,7 +54,8 @@ class Sources:
 class Lab:
     """A target, and the engines of all methods: they share its weights and KV memory and take turns on it.
 
-    `room`: tokens of the longest prompt with its answer. `compiled`: the Eagle chain drafts' step is compiled.
+    `room`: tokens of the longest prompt with its answer. `compiled`: the Eagle chain drafts' step is compiled. Raises
+    StepFailed when one of `bench.methods` has no trained draft.
     """
 
     def __init__(
@@ -66,13 +65,14 @@ class Lab:
         self.bench, self.batch, self.room = bench, batch, room
         self.control = control
         self._target, self._sources, self._compiled = target, sources, compiled
+        self._size = {"batch": batch, "max_length": room}
         self._shape = TreeShape(bench.tree_top_k, bench.tree_nodes, bench.tree_depth)
-        drawn = sum(prod(WIDTHS[: depth + 1]) for depth in range(len(WIDTHS)))
-        dynamic = bench.tree_nodes
-        nodes = {"lookahead": 48, "medusa": 64, "eagle2": dynamic, "eagle31-tree": dynamic, "eagle31-drawn": drawn}
-        reach = max([MAX_DRAFT_TOKENS, *(nodes.get(method, 0) for method in bench.methods)])
+        self._model = model
+        drafters = {m: self._drafter(m) for m in dict.fromkeys(_SHARES.get(m, m) for m in bench.methods) if m != "none"}
+        reach = max([MAX_DRAFT_TOKENS, *(drafter.max_nodes for drafter in drafters.values())])
         self.plain = Engine(model, None, max_length=room, batch=batch, reach=reach)
-        self._engines: dict[Method, Engine] = {"none": self.plain}
+        self._engines: dict[Method, Engine] = {m: self.plain.sharing(drafter) for m, drafter in drafters.items()}
+        self._engines["none"] = self.plain
         self._policies: dict[Arm, LengthPolicy] = {}
         self._costs: dict[tuple[Method, int], CostTable] = {}
 
@@ -135,28 +135,21 @@ class Lab:
         return build[method]()
 
     def _chain(self, draft: Path) -> Drafter:
-        network = self._network(draft)
-        return EagleDrafter.beside(self.plain.target, network, batch=self.batch, max_length=self.room, compiled=self._compiled)
+        return EagleDrafter.beside(self._model, self._network(draft), **self._size, compiled=self._compiled)
 
     def _tree(self, draft: Path) -> Drafter:
-        return EagleTreeDrafter(self._network(draft), self._embed(), batch=self.batch, max_length=self.room, shape=self._shape)
+        return EagleTreeDrafter.beside(self._model, self._network(draft), **self._size, shape=self._shape)
 
     def _drawn(self) -> Drafter:
-        network = self._network(self._sources.policy / "draft")
-        return DrawnTreeDrafter(network, self._embed(), batch=self.batch, max_length=self.room)
-
-    def _embed(self) -> Tensor:
-        embed = self.plain.target.get_input_embeddings().weight
-        assert isinstance(embed, Tensor)  # noqa: S101 -- for the type checker
-        return embed
+        return DrawnTreeDrafter.beside(self._model, self._network(self._sources.policy / "draft"), **self._size)
 
     def _network(self, draft: Path) -> DraftModel:
-        model = self.plain.target
-        return load_draft(draft, self._target, device=str(model.device), dtype=_name(model)).eval()
+        dtype: DType = "bfloat16" if self._model.dtype == torch.bfloat16 else "float32"
+        return load_draft(draft, self._target, device=str(self._model.device), dtype=dtype).eval()
 
     def _medusa(self) -> Drafter:
-        model = self.plain.target
-        return MedusaDrafter(load_medusa(self._rivals() / "medusa"), batch=self.batch, dtype=model.dtype, device=model.device)
+        heads = load_medusa(self._rivals() / "medusa")
+        return MedusaDrafter(heads, batch=self.batch, dtype=self._model.dtype, device=self._model.device)
 
     def _medusa_depth(self) -> int:
         drafter = self.engine("medusa").drafter
@@ -173,6 +166,3 @@ class Lab:
             raise StepFailed("the distilled draft is not there; run: eagle step distill --dir RUN")
         return self._sources.distill
 
-
-def _name(model: PreTrainedModel) -> DType:
-    return "bfloat16" if model.dtype == torch.bfloat16 else "float32"

@@ -13,7 +13,7 @@ from typing import Any
 from eagle.decode.control import ControlSettings, PidController
 from eagle.decode.cost import CostTable
 from eagle.decode.engine import Engine
-from eagle.decode.replay import Round, best_fixed, oracle, regret, replay, save_trace
+from eagle.decode.replay import Round, best_fixed, oracle, regret, replay, save_trace, worst_window
 
 
 def record(engine: Engine, prompts: list[list[int]], batch: int, longest: int, max_new_tokens: int) -> list[Round]:
@@ -41,6 +41,7 @@ def judge(stream: Sequence[Round], costs: CostTable, settings: ControlSettings, 
         "pid_mean_k": round(sum(pid.lengths) / len(pid.lengths), 3),
         "regret_to_best_fixed": round(lost.fixed, 5),
         "regret_to_oracle": round(lost.oracle, 5),
+        "worst_window_regret": round(worst_window(pid, fixed), 5),
     }
 
 

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,7 +23,8 @@ from eagle.decode.control import LengthPolicy, Plan
 from eagle.decode.judge import Judge
 from eagle.decode.proposal import MAX_DRAFT_TOKENS, Drafter, Draws, Proposal
 from eagle.decode.randomness import Stream, uniforms
-from eagle.decode.sampling import SamplingParams, Warp
+from eagle.decode.requests import Answer, Left, Request, Slot
+from eagle.decode.sampling import Warp
 from eagle.decode.stats import DecodeStats
 from eagle.target.taps import HiddenTaps
 
@@ -35,67 +33,6 @@ if TYPE_CHECKING:
 
 _Resolved = dict[int, list[int]]  # draft length -> accepted draft tokens of each draft that was decided
 _PREFILL_ROWS = 8  # rows per prefill pass: bounds the logits, which are computed at every row's last position
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt (token ids) and how to answer it. Requests of one `sampling.seed` are told apart by `key`."""
-
-    prompt: Sequence[int]
-    max_new_tokens: int
-    sampling: SamplingParams = SamplingParams()
-    stop: AbstractSet[int] = frozenset()
-    key: int = 0
-
-
-@dataclass
-class Answer:
-    """What a request got so far: `tokens` (the stop token included), `finish` when it is done, and when things happened.
-
-    `accepted`: accepted draft tokens of each of its rounds. `submitted`, `admitted`, `first_token`, `finished`: clock
-    readings in seconds. `gaps`: seconds per token after the first; tokens of one round share its time evenly.
-    """
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    finish: Literal["stop", "length"] | None = None
-    accepted: list[int] = field(default_factory=list)
-    submitted: float = 0.0
-    admitted: float = 0.0
-    first_token: float = 0.0
-    finished: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Left:
-    """What is left of a row's draft: row `row` of `proposal` from token `at` on; `tokens` are all its tokens."""
-
-    proposal: Proposal
-    row: int
-    tokens: list[int]
-    at: int = 0
-
-    @property
-    def rest(self) -> list[int]:
-        """The tokens that are not decided yet."""
-        return self.tokens[self.at :]
-
-
-@dataclass
-class Slot:
-    """A request in the batch: `length` positions are in the target's cache, `pending` is the token after them."""
-
-    answer: Answer
-    length: int
-    pending: int
-    since: float  # when its last token was emitted
-    left: Left | None = None
-
-    @property
-    def open_tokens(self) -> int:
-        """How many tokens the request may still get."""
-        return self.answer.request.max_new_tokens - len(self.answer.tokens)
 
 
 class Decoding:
@@ -145,7 +82,7 @@ class Decoding:
             )
         if request.key < 0:
             raise ValueError(f"a request's key must be 0 or more, not {request.key}")
-        answer = Answer(request, submitted=self.clock())
+        answer = Answer(request)
         if request.max_new_tokens:
             self._waiting.append(answer)
         else:
@@ -221,7 +158,7 @@ class Decoding:
         states = self._taps.concat() if self._taps else None
         for i, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
             self._slots.append(Slot(answer, lengths[i], token, now))
-            answer.admitted, answer.first_token = began, now
+            answer.first_token = now
             self._backlog.begin(rows[i])
             if self.drafter:
                 self._backlog.add(rows[i], prompts[i][1:] + [token], None if states is None else states[i, : lengths[i]].clone())
@@ -368,9 +305,7 @@ class Decoding:
                 break
         gained = len(answer.tokens) - before
         if before:
-            gaps = [(now - slot.since) / gained] * gained
-            answer.gaps.extend(gaps)
-            self.stats.token_seconds.extend(gaps)
+            self.stats.token_seconds.extend([(now - slot.since) / gained] * gained)
         self.stats.tokens += gained
         slot.since = now
         if answer.finish:

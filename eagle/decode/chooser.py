@@ -26,12 +26,6 @@ from eagle.decode.cost import CostTable
 CHUNKS = (1, 2, 3, 4, 6)
 
 
-def peak_logit_rows(batch: int, plan: Plan) -> int:
-    """Rows of target logits that exist at once in a round of `batch` requests: one for each token of its largest pass."""
-    tokens = plan.length + 1
-    return batch * (min(plan.chunk, tokens) if plan.chunk else tokens)
-
-
 @dataclass
 class _Bucket:
     """What belongs to a range of batches: the plan in force and the probes while it is K = 0."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -111,13 +112,11 @@ class EagleDrafter(Drafter):
             self._after = torch.compile(self._attention_output, dynamic=True)
 
     @classmethod
-    def beside(
-        cls, target: PreTrainedModel, draft: DraftModel, *, batch: int, max_length: int, compiled: bool = False
-    ) -> EagleDrafter:
-        """Return the drafter of `draft` that shares `target`'s embedding."""
+    def beside(cls, target: PreTrainedModel, draft: DraftModel, **options: Any) -> Self:
+        """Return the drafter of `draft` that shares `target`'s embedding; `options` as for the class."""
         embed = target.get_input_embeddings().weight
         assert isinstance(embed, Tensor)  # noqa: S101 -- for the type checker
-        return cls(draft, embed, batch=batch, max_length=max_length, compiled=compiled)
+        return cls(draft, embed, **options)
 
     @property
     def weight_bytes(self) -> int:

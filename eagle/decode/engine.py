@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eagle.decode.batching import Answer, Decoding, Request
+from eagle.decode.batching import Decoding
 from eagle.decode.cache import Branches, KeyValueStore, MaskMaker, TargetCache, ragged_attention
 from eagle.decode.control import FixedLength, LengthPolicy
 from eagle.decode.drafting import EagleDrafter
 from eagle.decode.judge import Judge, Verification
 from eagle.decode.proposal import MAX_DRAFT_TOKENS, Drafter
+from eagle.decode.requests import Answer, Request
 from eagle.decode.sampling import SamplingParams
 from eagle.decode.stats import DecodeStats
 from eagle.draft.model import DraftModel

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from eagle.decode.proposal import Proposal
 from eagle.decode.randomness import Stream, uniforms
+from eagle.decode.requests import Left
 from eagle.decode.sampling import Warp, distribution
 from eagle.decode.trees import TreeVerdict, verify_tree_coupled, verify_tree_drawn, verify_tree_greedy
 from eagle.decode.verify import draw, verify_block, verify_coupled, verify_greedy, verify_sampled
-
-if TYPE_CHECKING:
-    from eagle.decode.batching import Left
 
 Verification = Literal["rejection", "block"]
 _NEVER = 1.0  # no acceptance probability exceeds it

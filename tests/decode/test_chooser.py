@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle.decode.chooser import Chooser, peak_logit_rows
+from eagle.decode.chooser import Chooser
 from eagle.decode.control import ControlSettings, Plan
 from eagle.decode.cost import CostTable, chunk_widths
 from eagle.decode.replay import Round, best_fixed, replay
@@ -134,13 +134,6 @@ def test_bad_rounds() -> None:
         Chooser(costs, chunks=(0,))
     with pytest.raises(ValueError, match="batch of 3"):
         Chooser(costs).observe(3, Plan(1), [])
-
-
-def test_peak_logit_rows() -> None:
-    assert peak_logit_rows(32, Plan(8)) == 32 * 9
-    assert peak_logit_rows(32, Plan(8, 4)) == 32 * 4
-    assert peak_logit_rows(32, Plan(2, 4)) == 32 * 3
-    assert peak_logit_rows(3, Plan(0)) == 3
 
 
 def test_options_contain_every_single_pass() -> None:

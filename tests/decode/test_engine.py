@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eagle.decode.batching import Request, ancestors
+from eagle.decode.batching import ancestors
 from eagle.decode.control import FixedLength, Plan
 from eagle.decode.dynamic_tree import EagleTreeDrafter, TreeShape
 from eagle.decode.engine import DecodeResult, Engine
 from eagle.decode.proposal import Drafter, Draws, Proposal
+from eagle.decode.requests import Request
 from eagle.decode.sampling import SamplingParams
 from eagle.decode.stats import DecodeStats
 from tests.decode.models import OracleDrafter, cut, draft, greedy, prompts, surprise, target

@@ -22,7 +22,7 @@ from tests.toys import tiny_target, tiny_tokenizer
 from tests.training.builders import write_dataset
 
 ROOT = Path(__file__).parents[2]
-SHARED = Path("/work/shared/data/prompts")
+SHARED = ROOT.parent / "shared" / "data" / "prompts"
 RENDER = partial(render_prompt, tiny_tokenizer())
 ROOMY = 20_000  # the toy tokenizer has one token a byte
 
