@@ -71,7 +71,7 @@ def greedy_equality(run: Run) -> Measured:
     rest = effort.equality_prompts - len(shipped.prompts)
     work = join([shipped, run.suite("heldout", rest)]) if rest > 0 else shipped
     lab = run.lab(work, batch=batch, new_tokens=effort.equality_tokens, dtype="float32")
-    target = lab.plain.target
+    target = run.transformers(lab)
     wanted = [_generated(target, prompt, effort.equality_tokens, run.stops) for prompt in work.prompts]
     about = {"prompts": len(work.prompts), "kinds": dict(Counter(work.kinds)), "new_tokens": effort.equality_tokens}
     runs: list[Any] = [run.setting(lab, **about)]

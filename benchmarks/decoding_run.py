@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.figures import ROOT, Measured
 from benchmarks.spine import MT_BENCH, STATE
@@ -32,7 +33,7 @@ from eagle.draft.io import read_spec
 from eagle.errors import ConfigError
 from eagle.profiles import load_config
 from eagle.progress import say
-from eagle.target.load import ensure_target, load_tokenizer, pick_device, setup_torch, target_dims
+from eagle.target.load import ensure_target, load_target, load_tokenizer, pick_device, setup_torch, target_dims
 from eagle.target.template import render_prompt
 
 WANTED = "full"  # the profile that the issue's bounds are stated for
@@ -81,6 +82,7 @@ class Run:
     config: Config
     effort: Effort = field(default_factory=Effort)
     mt_bench: Path = MT_BENCH
+    overrides: tuple[str, ...] = ()
 
     @property
     def target(self) -> Path:
@@ -133,6 +135,12 @@ class Run:
         session = Session(config, self.target, self.sources, tuned, work)
         return make_lab(session, dtype or tuned["dtype"], device, batch, dtype is None and tuned["draft_step"] == "compiled")
 
+    def transformers(self, lab: Lab) -> PreTrainedModel:
+        """The target as transformers loads and runs it, in the lab's dtype: the engine's own is laid out for decoding."""
+        model = lab.plain.target
+        dtype = str(model.dtype).removeprefix("torch.")
+        return load_target(self.target, dtype, str(model.device), trust_remote_code=self.config.target.trust_remote_code)
+
     def setting(self, lab: Lab, **more: Any) -> dict[str, Any]:
         """What the numbers depend on beside the machine: the first entry of a figure's runs."""
         return {
@@ -148,6 +156,8 @@ class Run:
         said = [note for note in notes if note]
         if self.profile != WANTED:
             said.append(f"the draft is that of the profile '{self.profile}', not '{WANTED}'")
+        if self.overrides:
+            said.append(f"trained with --set {' --set '.join(self.overrides)}")
         return Measured(value, runs, "; ".join(said) or None, profile=self.profile)
 
 
@@ -171,7 +181,7 @@ def find_run() -> Run:
         config = load_config(ROOT, profile, overrides)
     except ConfigError as error:
         sys.exit(f"error: FIGURES_RUN={given}: the settings it was made with cannot be read here: {error}")
-    return Run(ROOT, base, Path(profile).stem, config)
+    return Run(ROOT, base, Path(profile).stem, config, overrides=tuple(overrides))
 
 
 def _made_with(base: Path) -> tuple[str, list[str]]:
@@ -179,7 +189,8 @@ def _made_with(base: Path) -> tuple[str, list[str]]:
     argv: list[str] = manifest.read_json(base / "policy.provenance.json")["argv"]
     pairs = list(zip(argv, argv[1:], strict=False))
     profile = next((value for name, value in pairs if name in ("--profile", "-p")), "default")
-    return profile, [value for name, value in pairs if name in ("--set", "-s") and not value.startswith("paths.")]
+    said = {value.partition("=")[0]: value for name, value in pairs if name in ("--set", "-s")}  # the last one of a key counts
+    return profile, [value for key, value in said.items() if not key.startswith("paths.")]
 
 
 def _profile_run(profile: str) -> Run:

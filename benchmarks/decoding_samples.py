@@ -32,7 +32,7 @@ def chi_square(run: Run) -> Measured:
     prompt: list[int] = load_tokenizer(run.target)(PROMPT)["input_ids"]
     work = Workload([prompt], ["prompt"], ["text"])
     lab = run.lab(work, batch=batch, new_tokens=effort.sample_tokens, dtype="float32")
-    numbers, expected = cells(lab.plain.target, prompt, effort.sample_tokens, effort.samples)
+    numbers, expected = cells(run.transformers(lab), prompt, effort.sample_tokens, effort.samples)
     result = lab.engine("eagle31").generate(
         [prompt] * effort.samples, max_new_tokens=effort.sample_tokens, draft_tokens=FIXED_K, temperature=1.0, seed=run.seed,
         ignore_eos=True, batch=batch,

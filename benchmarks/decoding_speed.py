@@ -118,7 +118,7 @@ def transformers_gain(run: Run, **rival: int) -> Measured:
     effort = run.effort
     work = run.suite("heldout", effort.pairs * effort.turn_prompts)
     lab = run.lab(work, batch=1, new_tokens=effort.new_tokens)
-    arm, target, tokens = _pid(1)[1], lab.plain.target, effort.new_tokens
+    arm, target, tokens = _pid(1)[1], run.transformers(lab), effort.new_tokens
 
     def pid(turn: int) -> float:
         return _engine(lab, arm, work.window(turn, effort.turn_prompts), tokens, run.seed + turn)
@@ -192,7 +192,7 @@ def plain_speed(run: Run) -> Measured:
     effort, largest = run.effort, max(run.effort.batches)
     work = run.suite("heldout", max(largest, effort.pairs * effort.turn_prompts))
     lab = run.lab(work, batch=largest, new_tokens=effort.new_tokens)
-    target, tokens = lab.plain.target, min(48, effort.new_tokens)
+    target, tokens = run.transformers(lab), min(48, effort.new_tokens)
     rows: list[dict[str, Any]] = []
     for batch, size in ((1, effort.turn_prompts), (largest, largest)):
         arm = Arm(batch, 0.0, 0, "none")

@@ -17,6 +17,7 @@ from benchmarks.decoding_run import find_run
 from eagle.bench.session import timed_dtype
 from eagle.decode.drafting import EagleDrafter
 from eagle.draft.io import load_draft
+from eagle.target.layout import lay_out
 from eagle.target.load import load_target, pick_device, setup_torch
 
 LENGTH = 4
@@ -30,7 +31,7 @@ def main() -> None:
     device, tuned = pick_device(run.config.runtime.device), run.tuned
     setup_torch(tuned["threads"], run.seed)
     dtype = timed_dtype(run.config, tuned)
-    target = load_target(run.target, dtype, device)
+    target = lay_out(load_target(run.target, dtype, device))
     network = load_draft(run.sources.policy / "draft", run.target, device=device, dtype=dtype).eval()
     drafter = EagleDrafter.beside(target, network, batch=1, max_length=2 * CONTEXT)
     width = len(drafter.aux_layers) * network.spec.target_hidden_size

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from eagle.bench.workload import Arm, Workload, is_adaptive
@@ -17,6 +16,7 @@ from eagle.config import Method
 from eagle.decode.control import LengthPolicy
 from eagle.decode.engine import Engine
 from eagle.decode.stats import DecodeStats
+from eagle.target.layout import weight_bytes
 
 Spread = dict[str, Any]
 
@@ -215,11 +215,6 @@ def logit_gap(target: PreTrainedModel, tokens: list[int]) -> float:
     return float(top[0] - top[1])
 
 
-def tensor_bytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of distinct tensors (tied weights are counted once)."""
-    return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
-
-
 def memory(engine: Engine) -> dict[str, Any]:
     """Return the bytes of weights and KV cache of target and draft as the engine holds them, and their ratio.
 
@@ -228,7 +223,7 @@ def memory(engine: Engine) -> dict[str, Any]:
     drafter = engine.drafter
     if drafter is None:
         raise ValueError("an engine without a draft has no overhead")
-    weights, kv = tensor_bytes(list(engine.target.parameters())), engine.store.bytes
+    weights, kv = weight_bytes(engine.target), engine.store.bytes
     return {
         "target_weights_bytes": weights,
         "target_kv_bytes": kv,

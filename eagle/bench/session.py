@@ -33,6 +33,7 @@ from eagle.decode.control import ControlSettings
 from eagle.decode.replay import Round
 from eagle.errors import StepFailed
 from eagle.progress import Track, say
+from eagle.target.layout import lay_out
 from eagle.target.load import load_target, pick_device, setup_torch, target_dims
 
 BUSY_PERCENT = 25.0
@@ -121,7 +122,7 @@ def run_session(session: Session) -> tuple[dict[str, Any], Traces]:
 def make_lab(session: Session, dtype: str, device: str, batch: int, compiled: bool) -> Lab:
     """Load the target and return the lab of the session's methods."""
     config = session.config
-    model = load_target(session.target, dtype, device, trust_remote_code=config.target.trust_remote_code)
+    model = lay_out(load_target(session.target, dtype, device, trust_remote_code=config.target.trust_remote_code))
     control = ControlSettings(**{**config.control.model_dump(), "max_tokens": config.bench.max_draft_tokens})
     room = session.work.longest + config.bench.max_new_tokens
     return Lab(model, session.target, session.sources, config.bench, control, room=room, batch=batch, compiled=compiled)

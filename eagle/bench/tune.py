@@ -33,6 +33,7 @@ from eagle.draft.io import load_draft
 from eagle.errors import StepFailed
 from eagle.progress import Track, say
 from eagle.steps import StepContext
+from eagle.target.layout import lay_out
 from eagle.target.load import available_cores, ensure_target, load_target, pick_device, setup_torch, torch_dtype
 
 PROMPT_TOKENS = 8  # rounds hardly depend on contexts this short, and a longer prompt's prefill would take most of the time
@@ -163,7 +164,7 @@ class Bench:
         batches, wanted = config.tune.batch_sizes, sorted({(c.dtype, c.compiled) for c in candidates})
         self._engines: dict[tuple[str, bool, int], Engine] = {}
         for dtype in sorted({name for name, _ in wanted}):
-            model = load_target(target, dtype, device, trust_remote_code=config.target.trust_remote_code)
+            model = lay_out(load_target(target, dtype, device, trust_remote_code=config.target.trust_remote_code))
             network = load_draft(draft, target, device=device, dtype=dtype)
             self.hidden, self.vocab = network.spec.hidden_size, model.config.get_text_config().vocab_size
             for compiled, batch in itertools.product((c for name, c in wanted if name == dtype), batches):

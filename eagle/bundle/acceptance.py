@@ -20,6 +20,7 @@ from eagle.draft.io import load_draft
 from eagle.errors import DataError
 from eagle.progress import say
 from eagle.serve.command import speculative_config
+from eagle.target.layout import lay_out
 from eagle.target.load import load_target, pick_device, setup_torch, target_dims
 from eagle.target.vllm import Counters, VllmJob, VllmResult, run_vllm
 
@@ -113,7 +114,7 @@ def _reference(
     """
     setup_torch(config.runtime.threads, config.runtime.seed)
     device = pick_device(config.runtime.device)
-    model = load_target(target, "float32", device, trust_remote_code=config.target.trust_remote_code)
+    model = lay_out(load_target(target, "float32", device, trust_remote_code=config.target.trust_remote_code))
     draft = load_draft(bundle, target, device=device, dtype="float32").eval()
     section = config.bundle
     # vLLM drafts also where one token is lacking, this engine does not: with one more to come, both count the same rounds.

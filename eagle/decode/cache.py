@@ -38,6 +38,17 @@ class Branches:
     visible: Tensor
 
 
+@dataclass(frozen=True)
+class Planned:
+    """The lines of the planned tokens, `index` [n * T]; None: they are at (first + row) * max_length + start on. `rows` [n]:
+    which rows they belong to; None: `first` and those after it."""
+
+    index: Tensor | None
+    rows: Tensor | None
+    first: int
+    start: int
+
+
 class KeyValueStore:
     """Keys and values of some layers, `[layers, batch, max_length, kv_heads, head_dim]`, written by row and place.
 
@@ -55,7 +66,7 @@ class KeyValueStore:
         self._columns = torch.arange(max_length, device=device)
         self.batch, self.max_length = batch, max_length
         self._rows: slice | Tensor = slice(0, 0)
-        self._end = self._start = 0
+        self._end = self._start = self._first = 0
         self._index: Tensor | None = None
         self._level = True  # all rows start at the same place
         self._branches: Branches | None = None
@@ -77,7 +88,7 @@ class KeyValueStore:
             raise ValueError(f"{count} rows up to position {end} do not fit {self.batch} rows of {self.max_length}")
         together = rows is None or rows == list(range(first, first + count))
         self._rows = slice(first, first + count) if together else torch.tensor(rows, device=self._columns.device)
-        self._end, self._start, self._branches = end, starts[0], branches
+        self._end, self._start, self._first, self._branches = end, starts[0], first, branches
         self._level = min(starts) == max(starts)
         columns = self._columns[:width]
         if self._level:
@@ -107,6 +118,15 @@ class KeyValueStore:
         """Return keys and values [n, kv_heads, S, head_dim] up to the furthest planned place: views, if rows lie together."""
         keys, values = self._memory[0, layer, :, : self._end], self._memory[1, layer, :, : self._end]
         return keys[self._rows].transpose(1, 2), values[self._rows].transpose(1, 2)
+
+    def lines(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer, [batch * max_length, kv_heads * head_dim]: place p of row b is b * max_length + p."""
+        return self._flat[layer]
+
+    @property
+    def planned(self) -> Planned:
+        """Where the planned tokens go, for code that writes and reads `lines` itself."""
+        return Planned(self._index, self._rows if isinstance(self._rows, Tensor) else None, self._first, self._start)
 
     def mask(self, groups: int, dtype: torch.dtype, window: int | None = None) -> Tensor | None:
         """Return the additive mask [n or 1, 1, groups * T, S] of the plan, or None where `attend` needs none.

@@ -11,7 +11,7 @@ left there. From the second step on the hidden state is the draft's own, one pos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,7 +26,11 @@ from eagle.decode.sampling import distribution
 from eagle.decode.verify import draw
 from eagle.draft.model import DraftModel
 from kernels.dispatch import add_rms_norm
+from kernels.native import LARGEST_HEAD, Native, native
 from kernels.packed import linear, packed
+
+_DIRECT_TOKENS = 64  # tokens of a pass up to which dispatching torch's operations costs more than their arithmetic
+_DIRECT_ATTENTION = 16  # the same for attention, which torch spreads over the threads
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class EagleDrafter(Drafter):
         self._normed = torch.zeros(batch, spec.hidden_size, dtype=dtype, device=device)
         self._feedback = torch.zeros_like(self._normed)
         self._next = [0] * batch
+        self._native: Native | None = None if compiled or spec.head_dim > LARGEST_HEAD else native(dtype, device)
         self._before: Callable[..., Tensor] = self._attention_input
         self._after: Callable[..., tuple[Tensor, Tensor]] = self._attention_output
         if compiled:
@@ -130,6 +135,8 @@ class EagleDrafter(Drafter):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Return the hidden state [n, T, H] of the target's tapped states [n, T, A*Ht]: one norm per state, then fc."""
+        if self._native and self._fc_norms and aux.shape[0] * aux.shape[1] <= _DIRECT_TOKENS:
+            return linear(self._side_by_side(aux.chunk(len(self._fc_norms), dim=-1), self._fc_norms), self._fc)
         if self._fc_norms:
             parts = aux.chunk(len(self._fc_norms), dim=-1)
             normed = [add_rms_norm(x, None, w, self.spec.rms_norm_eps)[0] for x, w in zip(parts, self._fc_norms, strict=True)]
@@ -145,6 +152,8 @@ class EagleDrafter(Drafter):
         """
         spec, eps = self.spec, self.spec.rms_norm_eps
         positions = self.store.plan(starts, tokens.shape[1], rows, branches)
+        if self._native and branches is None and positions.numel() <= _DIRECT_TOKENS:
+            return self._direct(self._native, tokens, hidden, positions.contiguous())
         mask = self.store.mask(spec.num_heads // spec.num_kv_heads, hidden.dtype)
         cos, sin = self._cos[positions], self._sin[positions]
         first = self._layers[0]
@@ -162,6 +171,46 @@ class EagleDrafter(Drafter):
             state, residual = self._after(context, residual, layer.out, layer.post_norm, layer.gate_up, layer.down)
         normed, residual = add_rms_norm(state, residual, self._norm, eps)
         return normed, (normed if spec.norm_output else residual)
+
+    def _side_by_side(self, parts: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """Return the norms of `parts` [n, T, H] in one tensor [n, T, len(parts) * H]."""
+        assert self._native is not None  # noqa: S101 -- for the type checker
+        size = parts[0].shape[-1]
+        out = parts[0].new_empty(*parts[0].shape[:2], size * len(parts))
+        for part, weight, place in zip(parts, weights, out.split(size, dim=-1), strict=True):
+            self._native.add_rms_norm(part, None, weight, self.spec.rms_norm_eps, place)
+        return out
+
+    def _direct(self, ops: Native, tokens: Tensor, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` of a planned pass over few tokens: all but the matrix products by direct calls."""
+        spec, eps, store, kv = self.spec, self.spec.rms_norm_eps, self.store, self.spec.num_kv_heads
+        n, width = tokens.shape
+        at, small = store.planned, tokens.numel() <= _DIRECT_ATTENTION
+        mask = None if small else store.mask(spec.num_heads // kv, hidden.dtype)
+        first, hidden = self._layers[0], hidden.contiguous()
+        assert first.hidden_norm is not None  # noqa: S101 -- for the type checker
+        state = self._side_by_side([F.embedding(tokens, self._embed), hidden], [first.input_norm, first.hidden_norm])
+        residual = state[..., spec.hidden_size :].contiguous() if spec.norm_before_residual else hidden
+        for number, layer in enumerate(self._layers):
+            if number:
+                state, residual = ops.add_rms_norm(state, residual, layer.input_norm, eps)
+            joined = linear(state, layer.qkv).view(n, width, -1, spec.head_dim)
+            keys, values = store.lines(number)
+            ops.rope_write(
+                joined, self._cos, self._sin, positions, keys, values, at.index, kv, at.first, at.start, store.max_length
+            )
+            if small:
+                context = ops.attend(joined, keys, values, positions, at.rows, kv, at.first, store.max_length)
+            else:
+                context = attend(joined[:, :, : spec.num_heads].transpose(1, 2), *store.view(number), mask)
+            state, residual = ops.add_rms_norm(linear(context.flatten(2), layer.out), residual, layer.post_norm, eps)
+            state = linear(ops.silu_mul(linear(state, layer.gate_up)), layer.down)
+        normed, residual = ops.add_rms_norm(state, residual, self._norm, eps)
+        return normed, (normed if spec.norm_output else residual)
+
+    def _best(self, logits: Tensor) -> Tensor:
+        """Return the index of the largest logit of each row [n, V]."""
+        return self._native.argmax(logits) if self._native and len(logits) <= _DIRECT_TOKENS else logits.argmax(dim=-1)
 
     def _attention_input(self, state: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
         """Return q, k (rotated) and v side by side: [n, T, heads + 2 * kv_heads, d]."""
@@ -200,7 +249,7 @@ class EagleDrafter(Drafter):
                 normed = hidden[:, 0]
             logits = linear(normed, self._head)
             if draws is None:
-                index = logits.argmax(dim=-1)
+                index = self._best(logits)
             else:
                 q = distribution(logits, draws.warp)
                 index = draw(q, draws.uniforms[:, step])
