@@ -152,7 +152,17 @@ class DistillConfig(Section):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    step_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.8, description="weight of training-time-test step k is decay^k")
+    objective: Literal[
+        "soft_cross_entropy", "forward_kl", "total_variation", "negative_log_overlap", "lk_hybrid", "dpace"
+    ] = Field("soft_cross_entropy", description="what stage 1 minimises; formulas and sources: eagle/train/objectives.py")
+    lk_eta: Annotated[float, Field(ge=0.0, le=100.0)] = Field(3.0, description="lk_hybrid: KL's weight is exp(-eta overlap)")
+    dpace_smoothing: Fraction = Field(0.5, description="dpace: a of its weights; 0 = expected accepted length itself")
+    step_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.8, description="weight of training-time-test step k is decay^k (dpace has its own weights)"
+    )
+    head_rows: PositiveInt = Field(
+        8192, description="logits of at most this many positions are held at once; more are made again for the gradient"
+    )
     top_k: Annotated[int, Field(ge=1, le=1024)] = Field(32, description="target probabilities kept per position")
     autocast: bool = Field(True, description="bf16 matrix products; losses and norms stay fp32")
     init_from_target: bool = Field(True, description="head rows and final norm start from the target's")

@@ -74,10 +74,14 @@ _ROWS = "eagle/dataset/read.py"
 _TRAIN = (
     *_MODEL,
     _ROWS,
-    *(f"eagle/train/{name}.py" for name in ("batches", "checkpoint", "features", "objectives", "schedule", "validate")),
+    *(
+        f"eagle/train/{name}.py"
+        for name in ("batches", "checkpoint", "features", "objectives", "schedule", "supervised", "validate")
+    ),
 )
 _POLICY_READS = ("distill.top_k", "distill.autocast", "distill.betas", "distill.min_learning_rate_ratio")
-_DISTILL_ONLY = ("stages", "max_minutes", "step_decay")  # what the rivals do not share with the draft
+# what the rivals do not share with the draft
+_DISTILL_ONLY = ("stages", "max_minutes", "objective", "lk_eta", "dpace_smoothing", "step_decay", "head_rows")
 _RIVALS_READ = tuple(f"distill.{key}" for key in DistillConfig.model_fields if key not in _DISTILL_ONLY)
 
 # fmt: off
