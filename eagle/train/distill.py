@@ -12,7 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ from eagle.draft.init import init_from_target, initialise
 from eagle.draft.io import save_draft, target_embedding
 from eagle.draft.model import DraftModel
 from eagle.draft.spec import DraftSpec
-from eagle.draft.vocab import choose_vocab, coverage
+from eagle.draft.vocab import choose_vocab, coverage, fitting_size
 from eagle.errors import StepFailed
 from eagle.progress import Track, say
 from eagle.steps import StepContext
@@ -50,8 +50,8 @@ def run(context: StepContext, trainer_of: Callable[..., Trainer] | None = None) 
 
     Goes on from the checkpoint in `context.work` when there is one. `trainer_of` makes the loop, with `Trainer`'s arguments;
     `Trainer` itself when not given. Returns acceptance_length and acceptance_by_position (held-out, K = distill.eval_tokens,
-    bonus included), best_step, steps, train_tokens, parameters, draft_vocab_coverage (held-out answers). Raises StepFailed
-    when the loss is not finite.
+    bonus included), best_step, steps, train_tokens, parameters, rows_dropped (states not finite), rows_skipped (no answer
+    token to learn), draft_vocab_size, draft_vocab_coverage (held-out answers). Raises StepFailed when the loss is not finite.
     """
     config = context.config
     setup_torch(config.runtime.threads, config.runtime.seed)
@@ -76,6 +76,9 @@ def run(context: StepContext, trainer_of: Callable[..., Trainer] | None = None) 
         "steps": trainer.pace.step,
         "train_tokens": trainer.state.tokens,
         "parameters": model.num_parameters(),
+        "rows_dropped": store.dropped,
+        "rows_skipped": trainer.skipped,
+        "draft_vocab_size": len(ids),
         "draft_vocab_coverage": round(coverage(answer_tokens(store, store.select("heldout")), ids), 5),
     }
 
@@ -86,7 +89,13 @@ def new_draft(
     """Return a fresh draft (fp32, CPU) and its vocabulary, ascending target ids, chosen from the training answers."""
     spec = DraftSpec.from_config(config.draft, dims, aux_layers)
     train = store.select("train")
-    ids = choose_vocab(count_tokens(store, train), spec.draft_vocab_size, stop_tokens(store, train, dims))
+    counts, must = count_tokens(store, train), stop_tokens(store, train, dims)
+    size = fitting_size(counts, spec.draft_vocab_size, must)
+    if size < spec.draft_vocab_size:
+        distinct = int(np.count_nonzero(counts))
+        say(f"distill: the training answers hold {distinct} distinct tokens: draft vocabulary {size}, not {spec.draft_vocab_size}")
+        spec = replace(spec, draft_vocab_size=size)
+    ids = choose_vocab(counts, size, must)
     model = DraftModel(spec, target_embedding(target, spec), ids)
     initialise(model, output_scale=config.distill.output_init_scale, generator=torch.Generator().manual_seed(config.runtime.seed))
     if config.distill.init_from_target:
@@ -179,7 +188,11 @@ class Trainer:
 
     def __init__(self, model: DraftModel, store: FeatureStore, config: DistillConfig, seed: int, work: Path) -> None:
         self.model, self.store, self.config, self.work = model, store, config, work
-        rows = trainable(store, store.select("train"))
+        train = store.select("train")
+        rows = trainable(store, train)
+        self.skipped = len(train) - len(rows)
+        if self.skipped:
+            say(f"{self.name}: {self.skipped} training rows without an answer token to learn are skipped")
         self.plan = BatchPlan(rows, [store.rows[i].length for i in rows], config.tokens_per_step, seed)
         self.heldout = heldout_rows(store, config.eval_sequences)
         self.draft_of = model.target_to_draft()
