@@ -31,8 +31,8 @@ TEMPERATURE = 1.0
 def evaluate(context: StepContext) -> dict[str, Any]:
     """Measure the draft in `context.inputs`["draft"] on the held-out rows, K = ablate.draft_tokens.
 
-    Returns expected_accepted_t1 and accepted_t0, tokens a round without the bonus token, with rounds_t1, rounds_t0 and the
-    seconds-free detail acceptance_by_position_t0.
+    Returns expected_accepted_t1 and accepted_t0, tokens a round without the bonus token, rounds_t1, rounds_t0 and
+    acceptance_by_position_t0.
     """
     config, about = context.config, context.config.ablate
     setup_torch(config.runtime.threads, config.runtime.seed)
