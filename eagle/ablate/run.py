@@ -131,8 +131,8 @@ def _measure(what: Ablation, folder: Path, config: Config) -> dict[str, Any]:
     keys = ("target", "ablate.draft_tokens", "ablate.sequences", "distill.top_k", "distill.autocast")
     found = _ensure(folder, "eval", _parts(config, inputs, keys, what, _EVAL_CODE), what.root, evaluated)
     if what.vllm:
-        keys = ("target", "ablate.draft_tokens", "ablate.prompts", "bundle.max_new_tokens")
-        found = found | _ensure(folder, "vllm", _parts(config, inputs, keys, what, _EVAL_CODE), what.root, counted)
+        asked = ("target", "ablate.draft_tokens", "ablate.prompts", "bundle.max_new_tokens")
+        found = found | _ensure(folder, "vllm", _parts(config, inputs, asked, what, _EVAL_CODE), what.root, counted)
     return found
 
 
