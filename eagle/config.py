@@ -152,7 +152,17 @@ class DistillConfig(Section):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.01
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     clip_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    step_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.8, description="weight of training-time-test step k is decay^k")
+    objective: Literal[
+        "soft_cross_entropy", "forward_kl", "total_variation", "negative_log_overlap", "lk_hybrid", "dpace"
+    ] = Field("soft_cross_entropy", description="what stage 1 minimises; formulas and sources: eagle/train/objectives.py")
+    lk_eta: Annotated[float, Field(ge=0.0, le=100.0)] = Field(3.0, description="lk_hybrid: KL's weight is exp(-eta overlap)")
+    dpace_smoothing: Fraction = Field(0.5, description="dpace: a of its weights; 0 = expected accepted length itself")
+    step_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.8, description="weight of training-time-test step k is decay^k (dpace has its own weights)"
+    )
+    head_rows: PositiveInt = Field(
+        8192, description="logits of at most this many positions are held at once; more are made again for the gradient"
+    )
     top_k: Annotated[int, Field(ge=1, le=1024)] = Field(32, description="target probabilities kept per position")
     autocast: bool = Field(True, description="bf16 matrix products; losses and norms stay fp32")
     init_from_target: bool = Field(True, description="head rows and final norm start from the target's")
@@ -164,8 +174,22 @@ class DistillConfig(Section):
 
 
 class PolicyConfig(Section):
-    """Stage 2: exact policy gradient of the expected accepted length."""
+    """Stage 2: policy gradient of the expected accepted length."""
 
+    method: Literal["exact", "group", "naive"] = Field(
+        "exact",
+        description="exact gradient; group = REINFORCE over sampled drafts; naive = accept bits taken as a given reward, which is "
+        "biased at temperature > 0: for ablations only",
+    )
+    group_size: Annotated[int, Field(ge=1, le=64)] = Field(4, description="group, naive: sampled drafts per anchor")
+    baseline: Literal["leave_one_out", "adjacent", "reference"] = Field(
+        "leave_one_out", description="group, naive: other drafts of the anchor, the neighbouring anchors', or the stage-1 draft's"
+    )
+    clip_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.2, description="group, naive: PPO's bound of q / q_old - 1")
+    updates: Annotated[int, Field(ge=1, le=16)] = Field(1, description="group, naive: optimiser updates on the same rollouts")
+    token_cost: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.0, description="accepted tokens that a proposed one costs; acts at temperature > 0, where a draft may end its text early"
+    )
     steps: Annotated[int, Field(ge=0)] = Field(30, description="optimiser steps; 0 keeps the distilled draft as it is")
     max_minutes: Annotated[float, Field(gt=0.0)] = 3.0
     sequences_per_step: PositiveInt = 16
@@ -187,6 +211,14 @@ class PolicyConfig(Section):
         0.02, description="relative fall of validation acceptance that stops the stage"
     )
     checkpoint_every: PositiveInt = 10
+
+    @model_validator(mode="after")
+    def _sampled(self) -> PolicyConfig:
+        if self.method == "exact" and self.updates > 1:
+            raise ValueError(f"updates ({self.updates}) above 1 need method group or naive: the exact gradient holds for one only")
+        if self.method != "exact" and self.baseline == "leave_one_out" and self.group_size < 2:
+            raise ValueError("group_size 1 leaves no other draft for baseline leave_one_out; use adjacent, or 2 and more drafts")
+        return self
 
 
 class TuneConfig(Section):
@@ -245,6 +277,21 @@ class RivalsConfig(Section):
     eagle2_feature_weight: Annotated[float, Field(ge=0.0)] = Field(
         10.0, description="weight of the distance between the draft's and the target's states; the cross-entropy's is 1"
     )
+
+
+class AblateConfig(Section):
+    """`eagle ablate`: training methods side by side, with seeds."""
+
+    seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
+        default_factory=lambda: [0, 1, 2], min_length=1, description="every arm is trained once per seed, compared seed by seed"
+    )
+    minutes: Annotated[float, Field(gt=0.0)] = Field(
+        3.0, description="training time of what follows stage 1, the same for every arm; stage 1 itself: distill.max_minutes"
+    )
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = Field(2e-4, description="peak rate of what follows stage 1, all arms")
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] = Field(4, description="K of training in stage 2 and of the evaluation")
+    sequences: PositiveInt = Field(128, description="held-out sequences of the evaluation, at each temperature")
+    prompts: PositiveInt = Field(16, description="held-out prompts counted by vLLM (--vllm)")
 
 
 class ControlConfig(Section):
@@ -321,6 +368,7 @@ class Config(Section):
     tune: TuneConfig = Field(default_factory=TuneConfig)
     bench: BenchConfig = Field(default_factory=BenchConfig)
     rivals: RivalsConfig = Field(default_factory=RivalsConfig)
+    ablate: AblateConfig = Field(default_factory=AblateConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
     bundle: BundleConfig = Field(default_factory=BundleConfig)
     register_: RegisterConfig = Field(default_factory=RegisterConfig, alias="register")

@@ -12,6 +12,7 @@ import importlib
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,10 +75,15 @@ _ROWS = "eagle/dataset/read.py"
 _TRAIN = (
     *_MODEL,
     _ROWS,
-    *(f"eagle/train/{name}.py" for name in ("batches", "checkpoint", "features", "objectives", "schedule", "validate")),
+    *(
+        f"eagle/train/{name}.py"
+        for name in ("batches", "checkpoint", "features", "objectives", "schedule", "supervised", "validate")
+    ),
 )
+_POLICY_CODE = ("distill", "rollout", "visits", "group", "reward", "reference", "policy")
 _POLICY_READS = ("distill.top_k", "distill.autocast", "distill.betas", "distill.min_learning_rate_ratio")
-_DISTILL_ONLY = ("stages", "max_minutes", "step_decay")  # what the rivals do not share with the draft
+# what the rivals do not share with the draft
+_DISTILL_ONLY = ("stages", "max_minutes", "objective", "lk_eta", "dpace_smoothing", "step_decay", "head_rows")
 _RIVALS_READ = tuple(f"distill.{key}" for key in DistillConfig.model_fields if key not in _DISTILL_ONLY)
 
 # fmt: off
@@ -89,7 +95,7 @@ STEPS: dict[str, Step] = {
         Step("distill", "eagle.train.distill:run", ("target", "draft", "distill"), ("dataset",),
              (*_TRAIN, "eagle/train/distill.py")),
         Step("policy", "eagle.train.policy:run", ("target", "policy", *_POLICY_READS), ("dataset", "distill"),
-             (*_TRAIN, "eagle/train/distill.py", "eagle/train/rollout.py", "eagle/train/policy.py")),
+             (*_TRAIN, *(f"eagle/train/{name}.py" for name in _POLICY_CODE))),
         Step("tune", "eagle.bench.tune:run", ("target", "tune"), ("policy",),
              ("eagle/bench/tune.py", "eagle/decode", *_MODEL)),
         Step("bench", "eagle.bench.step:run", ("target", "bench", "control"), ("dataset", "policy", "tune"),
@@ -210,11 +216,9 @@ def run_step(name: str, config: Config, root: Path, base: Path, *, force: bool =
     """
     step = get_step(name)
     base.mkdir(parents=True, exist_ok=True)
-    final, partial, old = base / name, base / f"{name}.partial", base / f"{name}.old"
     try:
         with FileLock(base / f"{name}.lock", timeout=0):
-            if old.is_dir() and not final.exists():  # a crash between the two renames of _publish
-                old.rename(final)
+            mend(base, name)
             now = status(step, config, root, base)
             if now.up_to_date and not force:
                 say(f"{name}: up to date")
@@ -223,20 +227,37 @@ def run_step(name: str, config: Config, root: Path, base: Path, *, force: bool =
                 if now.parts["inputs"][needed] == "missing":
                     raise StepFailed(f"step {name}: input '{needed}' is missing in {base}; run: eagle step {needed} --dir {base}")
             say(f"{name}: {now.reason}")
-            began = time.monotonic()
-            context = StepContext(config, root, {n: base / n for n in step.inputs}, partial, _work_folder(base, name, now.parts))
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            metrics = step.load()(context)
-            manifest.write_json(partial / manifest.METRICS, metrics)
-            manifest.write_manifest(partial, name, now.parts)
-            _publish(partial, final, old)
-            shutil.rmtree(context.work, ignore_errors=True)
-            manifest.write_provenance(final, root, time.monotonic() - began)
-            say(f"{name}: done in {time.monotonic() - began:.0f} s -> {final}")
+            inputs = {n: base / n for n in step.inputs}
+            produce(base, name, now.parts, root, lambda out, work: step.load()(StepContext(config, root, inputs, out, work)))
             return True
     except Timeout:
         raise BusyError(f"step {name}: another process is at work in {base} (lock {name}.lock); wait for it or stop it") from None
+
+
+def mend(base: Path, name: str) -> None:
+    """Bring BASE/NAME back where a crash came between the two renames that replace it. Call it under the folder's lock."""
+    old, final = base / f"{name}.old", base / name
+    if old.is_dir() and not final.exists():
+        old.rename(final)
+
+
+def produce(base: Path, name: str, parts: dict[str, Any], root: Path, make: Callable[[Path, Path], dict[str, Any]]) -> None:
+    """Fill BASE/NAME by `make`(out, work), which returns the metrics; call it under the folder's lock.
+
+    `out` appears as BASE/NAME when all is written, with metrics.json and the manifest of `parts`. `work` is
+    BASE/NAME.work: it survives a crash and is handed to the next call with the same `parts`.
+    """
+    final, partial, old = base / name, base / f"{name}.partial", base / f"{name}.old"
+    began = time.monotonic()
+    work = _work_folder(base, name, parts)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    manifest.write_json(partial / manifest.METRICS, make(partial, work))
+    manifest.write_manifest(partial, name, parts)
+    _publish(partial, final, old)
+    shutil.rmtree(work, ignore_errors=True)
+    manifest.write_provenance(final, root, time.monotonic() - began)
+    say(f"{name}: done in {time.monotonic() - began:.0f} s -> {final}")
 
 
 def _work_folder(base: Path, name: str, parts: dict[str, Any]) -> Path:

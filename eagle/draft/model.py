@@ -309,6 +309,13 @@ class DraftModel(nn.Module):
         logits = self.lm_head(normed.to(compute_dtype(self.lm_head.weight)))
         return logits.float() if fp32 else logits
 
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """Return `logits` as a function that goes on with the weights of now after `half_precision` has ended."""
+        prepared = self.lm_head.prepared
+        if prepared is None:
+            return self.logits
+        return lambda normed: ops.linear(normed.to(prepared.dtype), prepared)
+
     @contextmanager
     def half_precision(self, enabled: bool = True) -> Iterator[None]:
         """Run matrix products in bf16 inside the context, as autocast does, with norms and the residual stream in fp32.

@@ -11,6 +11,20 @@ from torch import Tensor
 
 from eagle.errors import ConfigError
 
+_EVEN = 64  # a draft vocabulary that is cut is cut to a multiple of this: an even width for matrix products
+
+
+def fitting_size(counts: NDArray[np.integer], size: int, must: Iterable[int] = ()) -> int:
+    """Return `size`, or less when fewer distinct ids occur in counts [V] or `must`: their number, rounded up to 64's multiple.
+
+    An id that never occurs can be neither learned nor accepted, and its head row costs as much as any other. A `size` that
+    is the whole vocabulary stays: there is no map then.
+    """
+    if size >= len(counts):
+        return size
+    distinct = len(set(np.flatnonzero(counts).tolist()).union(must))
+    return min(size, max(_EVEN, -(-distinct // _EVEN) * _EVEN))
+
 
 def choose_vocab(counts: NDArray[np.integer], size: int, must: Iterable[int] = ()) -> NDArray[np.int64]:
     """Return `size` target ids, ascending: those of `must`, then the most frequent ones.

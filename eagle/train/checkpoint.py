@@ -43,7 +43,7 @@ def save_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Restore model, optimiser and random state in place; return the saved `extra`, or None when there is no checkpoint.
 
-    Raises StepFailed when the checkpoint is not of this model and optimiser.
+    Raises StepFailed when the checkpoint is not of this model and optimiser, or of another run's draft vocabulary.
     """
     if not (folder / STATE).is_file():
         return None
@@ -56,6 +56,9 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
     mine = {name: (t.shape, t.dtype) for name, t in model.state_dict().items()}
     if {name: (t.shape, t.dtype) for name, t in weights.items()} != mine:
         raise StepFailed(f"{path}: its tensors are not those of this draft; remove {folder} to train from the start")
+    for name, buffer in model.named_buffers():  # the map decides what every row of the head means
+        if name in weights and not torch.equal(weights[name], buffer.to("cpu")):
+            raise StepFailed(f"{path}: '{name}' is another run's draft vocabulary; remove {folder} to train from the start")
     model.load_state_dict(weights)
     _restore_optimizer(optimizer, tensors)
     torch.set_rng_state(tensors["random.cpu"])

@@ -1,8 +1,9 @@
 """Stage 1: distil a draft from the target's own outputs (the `distill` step).
 
-The loss is the soft cross-entropy against the target's probabilities, at answer positions only, over the steps of a
-training-time test (EAGLE-3, arXiv 2503.01840): step k starts from the draft's own feedback of step k-1, with the row's
-tokens. The draft that is kept is the one with the best acceptance length replayed on held-out greedy answers.
+The loss (`distill.objective`; the soft cross-entropy against the target's probabilities unless another is chosen) is taken
+at answer positions only, over the steps of a training-time test (EAGLE-3, arXiv 2503.01840): step k starts from the
+draft's own feedback of step k-1, with the row's tokens. The draft that is kept is the one with the best acceptance length
+replayed on held-out greedy answers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from eagle.draft.init import init_from_target, initialise
 from eagle.draft.io import save_draft, target_embedding
 from eagle.draft.model import DraftModel
 from eagle.draft.spec import DraftSpec
-from eagle.draft.vocab import choose_vocab, coverage
+from eagle.draft.vocab import choose_vocab, coverage, fitting_size
 from eagle.errors import StepFailed
 from eagle.progress import Track, say
 from eagle.steps import StepContext
@@ -38,6 +39,7 @@ from eagle.train.checkpoint import load_checkpoint, save_checkpoint
 from eagle.train.features import FeatureStore, ensure_features
 from eagle.train.objectives import soft_cross_entropy
 from eagle.train.schedule import Pace, learning_rate
+from eagle.train.supervised import DPACE, RowObjective, dpace_loss, row_objective, token_loss
 from eagle.train.validate import heldout_rows, replay_acceptance
 
 LOG_EVERY = 10  # optimiser steps averaged into one row of curves.json
@@ -48,8 +50,8 @@ def run(context: StepContext, trainer_of: Callable[..., Trainer] | None = None) 
 
     Goes on from the checkpoint in `context.work` when there is one. `trainer_of` makes the loop, with `Trainer`'s arguments;
     `Trainer` itself when not given. Returns acceptance_length and acceptance_by_position (held-out, K = distill.eval_tokens,
-    bonus included), best_step, steps, train_tokens, parameters, draft_vocab_coverage (held-out answers). Raises StepFailed
-    when the loss is not finite.
+    bonus included), best_step, steps, train_tokens, parameters, rows_dropped (states not finite), rows_skipped (no answer
+    token to learn), draft_vocab_size, draft_vocab_coverage (held-out answers). Raises StepFailed when the loss is not finite.
     """
     config = context.config
     setup_torch(config.runtime.threads, config.runtime.seed)
@@ -74,6 +76,9 @@ def run(context: StepContext, trainer_of: Callable[..., Trainer] | None = None) 
         "steps": trainer.pace.step,
         "train_tokens": trainer.state.tokens,
         "parameters": model.num_parameters(),
+        "rows_dropped": store.dropped,
+        "rows_skipped": trainer.skipped,
+        "draft_vocab_size": len(ids),
         "draft_vocab_coverage": round(coverage(answer_tokens(store, store.select("heldout")), ids), 5),
     }
 
@@ -84,7 +89,13 @@ def new_draft(
     """Return a fresh draft (fp32, CPU) and its vocabulary, ascending target ids, chosen from the training answers."""
     spec = DraftSpec.from_config(config.draft, dims, aux_layers)
     train = store.select("train")
-    ids = choose_vocab(count_tokens(store, train), spec.draft_vocab_size, stop_tokens(store, train, dims))
+    counts, must = count_tokens(store, train), stop_tokens(store, train, dims)
+    size = fitting_size(counts, spec.draft_vocab_size, must)
+    if size < spec.draft_vocab_size:
+        distinct = int(np.count_nonzero(counts))
+        say(f"distill: the training answers hold {distinct} distinct tokens: draft vocabulary {size}, not {spec.draft_vocab_size}")
+        spec = replace(spec, draft_vocab_size=size)
+    ids = choose_vocab(counts, size, must)
     model = DraftModel(spec, target_embedding(target, spec), ids)
     initialise(model, output_scale=config.distill.output_init_scale, generator=torch.Generator().manual_seed(config.runtime.seed))
     if config.distill.init_from_target:
@@ -137,36 +148,25 @@ def unroll(model: DraftModel, batch: Batch, depth: int) -> Iterator[tuple[Tensor
         yield normed[0][inside], rows[inside], label[inside]
 
 
-def distillation_loss(model: DraftModel, batch: Batch, depth: int, decay: float, draft_of: Tensor) -> tuple[Tensor, list[float]]:
-    """Return (loss, share of right argmax tokens by step) of one batch.
+def distillation_loss(
+    model: DraftModel, batch: Batch, depth: int, decay: float, draft_of: Tensor,
+    objective: RowObjective = soft_cross_entropy, head_rows: int | None = None,
+) -> tuple[Tensor, list[float]]:
+    """Return (loss, share of right argmax tokens by step) of one batch with a position to learn.
 
-    The loss is the mean over positions of the soft cross-entropy of each step, averaged over steps with weights decay^k.
-    draft_of [V] int64: draft id of each target id, or -1.
+    The loss is the mean over positions of the objective at each step, averaged over steps with weights decay^k.
+    draft_of [V] int64: draft id of each target id, or -1. `head_rows`: see `supervised.in_slabs`.
     """
     total, weights, right = torch.zeros((), device=batch.tokens.device), 0.0, []
     for k, (normed, rows, label) in enumerate(unroll(model, batch, depth)):
         if not len(rows):
             right.append(0.0)
             continue
-        loss, share = token_loss(model, batch, normed, rows, label, draft_of)
+        loss, share = token_loss(model, batch, normed, rows, label, draft_of, objective, head_rows)
         total = total + decay**k * loss
         weights += decay**k
         right.append(share)
     return total / weights, right
-
-
-def token_loss(
-    model: DraftModel, batch: Batch, normed: Tensor, rows: Tensor, label: Tensor, draft_of: Tensor
-) -> tuple[Tensor, float]:
-    """Return (mean soft cross-entropy, share of right argmax tokens) of normed [N, H] that predict tokens x[rows, label], N > 0."""
-    logits = model.logits(normed)
-    index = draft_of[batch.topk_index[rows, label - 1]]
-    loss = soft_cross_entropy(logits, index, batch.topk_prob[rows, label - 1]).mean()
-    with torch.no_grad():
-        token = draft_of[batch.tokens[rows, label]]
-        at_token = logits.gather(1, token.clamp_min(0)[:, None]).squeeze(1)
-        right = float(((at_token == logits.amax(-1)) & (token >= 0)).float().mean())  # amax: 4 times faster than argmax
-    return loss, right
 
 
 @dataclass
@@ -188,7 +188,11 @@ class Trainer:
 
     def __init__(self, model: DraftModel, store: FeatureStore, config: DistillConfig, seed: int, work: Path) -> None:
         self.model, self.store, self.config, self.work = model, store, config, work
-        rows = trainable(store, store.select("train"))
+        train = store.select("train")
+        rows = trainable(store, train)
+        self.skipped = len(train) - len(rows)
+        if self.skipped:
+            say(f"{self.name}: {self.skipped} training rows without an answer token to learn are skipped")
         self.plan = BatchPlan(rows, [store.rows[i].length for i in rows], config.tokens_per_step, seed)
         self.heldout = heldout_rows(store, config.eval_sequences)
         self.draft_of = model.target_to_draft()
@@ -203,7 +207,12 @@ class Trainer:
 
     def loss(self, batch: Batch) -> tuple[Tensor, list[float]]:
         """Return (loss, share of right argmax tokens by step) of one batch at the depth of the stage at hand."""
-        return distillation_loss(self.model, batch, self.pace.depth, self.config.step_decay, self.draft_of)
+        config, depth = self.config, self.pace.depth
+        if config.objective == DPACE:
+            steps = unroll(self.model, batch, depth)
+            return dpace_loss(self.model, batch, steps, self.draft_of, config.dpace_smoothing, config.head_rows)
+        objective = row_objective(config)
+        return distillation_loss(self.model, batch, depth, config.step_decay, self.draft_of, objective, config.head_rows)
 
     def train(self) -> None:
         """Train to the end of the stages or of the budget, from the checkpoint if there is one; validate at the end."""

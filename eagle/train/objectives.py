@@ -8,7 +8,7 @@ they are given and one number a row; each backward pass makes one tensor of the 
 never have more than one copy beside them.
 
 Sources: alpha = sum min(p, q) = 1 - TV(p, q) (Leviathan et al. 2023); gradients of the overlap with respect to logits,
-LK losses (arXiv 2602.23881); accepted length along the target's greedy path, D-PACE with a = 0 (arXiv 2605.18810).
+LK losses (arXiv 2602.23881); accepted length along the target's greedy path, D-PACE (arXiv 2605.18810).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 ROW_BYTES = 4 << 20  # working set of one slab of rows: small enough to stay in a core's cache
 
 __all__ = [
-    "PolicyTerms", "dense_terms", "expected_accepted_length", "log_probs_at", "overlap", "path_probability",
-    "policy_terms", "soft_cross_entropy",
+    "PolicyTerms", "dense_terms", "dpace_weights", "expected_accepted_length", "forward_kl", "lk_hybrid", "log_probs_at",
+    "negative_log_overlap", "overlap", "path_probability", "policy_terms", "soft_cross_entropy", "total_variation",
 ]
 
 
@@ -126,6 +126,67 @@ def overlap(logits: Tensor, index: Tensor, prob: Tensor) -> Tensor:
     log_q = log_probs_at(logits, index)
     p = prob.to(log_q.dtype).masked_fill(index < 0, 0.0)
     return torch.minimum(p, log_q.exp()).sum(1)
+
+
+def forward_kl(logits: Tensor, index: Tensor, prob: Tensor) -> Tensor:
+    """Return KL(p' || q) = sum_k p'_k (log p'_k - log q_k), [N], nats, with p' = p / sum_k p_k over the kept tokens.
+
+    Shapes as in `soft_cross_entropy`. KL needs p renormalised on the draft vocabulary (arXiv 2602.23881, section 4.4), so a
+    position that the draft can hardly express weighs as much as any other; 0 without gradient where p has nothing there.
+    Gradient with respect to the logits: q - p'.
+    """
+    log_q = log_probs_at(logits, index)
+    return _forward_kl(log_q, prob.to(log_q.dtype).masked_fill(index < 0, 0.0))
+
+
+def _forward_kl(log_q: Tensor, p: Tensor) -> Tensor:
+    p = p / p.sum(1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
+    return (torch.xlogy(p, p) - p * log_q).sum(1)
+
+
+def total_variation(logits: Tensor, index: Tensor, prob: Tensor) -> Tensor:
+    """Return TV(p, q) = 1 - sum_k min(p_k, q_k), [N]: the probability that a token drawn from q is rejected.
+
+    Shapes, exactness and gradient as in `overlap`, with the opposite sign. p keeps its mass outside the draft vocabulary.
+    """
+    return 1.0 - overlap(logits, index, prob)
+
+
+def negative_log_overlap(logits: Tensor, index: Tensor, prob: Tensor) -> Tensor:
+    """Return -log sum_k min(p_k, q_k), [N], nats: LK's L_alpha (arXiv 2602.23881).
+
+    Shapes as in `soft_cross_entropy`. Computed from logarithms, so an overlap that underflows keeps its value and gradient,
+    -(1 / alpha) q (w - E_q w), w = 1[q < p]. 0 without gradient where p has nothing in the draft vocabulary.
+    """
+    log_q = log_probs_at(logits, index)
+    log_p = prob.to(log_q.dtype).masked_fill(index < 0, 0.0).log()
+    nothing = (log_p == float("-inf")).all(1)
+    log_m = torch.minimum(log_p, log_q).masked_fill(nothing[:, None], 0.0)  # a row of -inf has no gradient but NaN
+    return -log_m.logsumexp(1).masked_fill(nothing, 0.0)
+
+
+def lk_hybrid(logits: Tensor, index: Tensor, prob: Tensor, eta: float) -> Tensor:
+    """Return lam KL(p' || q) + (1 - lam) TV(p, q), [N], lam = exp(-eta alpha) detached: LK's L_lambda (arXiv 2602.23881).
+
+    Shapes as in `soft_cross_entropy`; the two terms as in `forward_kl` and `total_variation`. Far from the target (alpha = 0)
+    it is KL, whose gradient does not vanish there; close to it, TV. The paper's eta is 3 for EAGLE-3, 10 for Medusa.
+    """
+    log_q = log_probs_at(logits, index)
+    p = prob.to(log_q.dtype).masked_fill(index < 0, 0.0)
+    alpha = torch.minimum(p, log_q.exp()).sum(1)
+    share = (-eta * alpha.detach()).exp()
+    return share * _forward_kl(log_q, p) + (1.0 - share) * (1.0 - alpha)
+
+
+def dpace_weights(path: Tensor, live: Tensor, smoothing: float) -> Tensor:
+    """Return D-PACE's weights w [N, K], detached, for the cross-entropies -log q_i(y_i) of a round (arXiv 2605.18810).
+
+    path [N, K]: q_i(y_i) of the data's tokens, 0 outside the draft vocabulary; live [N, K] bool: False behind the end.
+    s_j = (1 - a) q_j(y_j) + a with a = `smoothing`, w_i = sum_{k>=i} prod_{j<=k} s_j. With a = 0 the gradient of
+    sum_i w_i log q_i(y_i) is that of `expected_accepted_length` along the path; the paper's a is 0.5.
+    """
+    step = ((1.0 - smoothing) * path.detach() + smoothing).masked_fill(~live, 0.0)
+    return step.cumprod(1).flip(1).cumsum(1).flip(1)
 
 
 def dense_terms(logits: Tensor, prob: Tensor) -> tuple[Tensor, Tensor]:

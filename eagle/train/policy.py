@@ -1,8 +1,9 @@
-"""Stage 2: exact policy gradient of the expected accepted length, with a cross-entropy anchor.
+"""Stage 2: policy gradient of the expected accepted length, with a cross-entropy anchor.
 
 One optimiser step: rows of one temperature, the rounds that serving would run in them (`rollout`), the objective on those
-rounds, AdamW. Temperature 0: J = sum_k prod_{i<=k} q_i(y_i) along the target's greedy path y (D-PACE with a = 0).
-Temperature > 0: the unbiased, Rao-Blackwellised gradient of E[L] along drafts sampled from q (`objectives.policy_terms`).
+rounds (`reward`), AdamW. Method exact: at temperature 0, J = sum_k prod_{i<=k} q_i(y_i) along the target's greedy path y
+(D-PACE with a = 0); above it the unbiased, Rao-Blackwellised gradient of E[L] along drafts sampled from q
+(`objectives.policy_terms`). Methods group and naive: sampled drafts and accept bits (`group`).
 Supervised losses treat every position alike; this objective moves probability where it decides how long a round gets.
 
 The draft that is kept is the one with the best measured validation acceptance, the distilled draft included: stage 2
@@ -14,166 +15,29 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from eagle import manifest
-from eagle.config import Config, DepthStage, TemperatureShare
+from eagle.config import DepthStage
 from eagle.draft.io import load_draft, save_draft
-from eagle.draft.model import DraftModel
-from eagle.errors import DataError, StepFailed
+from eagle.errors import StepFailed
 from eagle.progress import Track, say
 from eagle.steps import StepContext
-from eagle.target.load import ensure_target, load_target, pick_device, setup_torch
-from eagle.train import objectives, rollout
-from eagle.train.batches import collate
+from eagle.target.load import ensure_target, pick_device, setup_torch
 from eagle.train.checkpoint import load_checkpoint, save_checkpoint
 from eagle.train.distill import make_optimizer
-from eagle.train.features import FeatureStore, ensure_features
-from eagle.train.rollout import DraftPass, Rounds, TreeVerifier
+from eagle.train.features import ensure_features
+from eagle.train.reference import Reference
+from eagle.train.reward import Objective, objective
+from eagle.train.rollout import Rounds
 from eagle.train.schedule import Pace, learning_rate
 from eagle.train.validate import Acceptance, heldout_rows, replay_acceptance
-
-_JITTER = 0.2  # rows are sorted by length times exp(noise of this size): little padding, yet other batches each epoch
-MIN_ANSWER = 2  # tokens: one to start a round after, one to draft
-
-
-def temperature_schedule(shares: Sequence[TemperatureShare], steps: int) -> list[float]:
-    """Return the rollout temperature of every step: each share as evenly spread as its weight allows, no randomness."""
-    total = sum(share.weight for share in shares)
-    given = [0] * len(shares)
-    schedule = []
-    for step in range(1, steps + 1):
-        owed = [share.weight / total * step - got for share, got in zip(shares, given, strict=True)]
-        pick = owed.index(max(owed))
-        given[pick] += 1
-        schedule.append(shares[pick].temperature)
-    return schedule
-
-
-class RowOrder:
-    """Which rows are visited when: every epoch each row once, in batches of `size` rows of similar length."""
-
-    def __init__(self, rows: Sequence[int], lengths: Sequence[int], size: int, seed: Sequence[int]) -> None:
-        self._rows, self._lengths = np.asarray(rows), np.asarray(lengths, dtype=np.float64)
-        self._size, self._seed = size, list(seed)
-
-    def at(self, visit: int) -> list[int]:
-        """Return the rows of visit number `visit` (from 0): a function of seed and visit only."""
-        batches = -(-len(self._rows) // self._size)
-        epoch, inside = divmod(visit, batches)
-        random = np.random.default_rng([*self._seed, epoch])
-        order = np.argsort(self._lengths * np.exp(_JITTER * random.standard_normal(len(self._lengths))), kind="stable")
-        first = int(random.permutation(batches)[inside]) * self._size
-        return [int(row) for row in self._rows[order[first : first + self._size]]]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What one step optimises. `loss` = -surrogate + weight * anchor; the floats are means over the rounds.
-
-    `expected` E[L] of the rollouts, tokens a round (bonus not counted); `accepted` tokens really accepted (T = 0: the
-    draft's argmax; T > 0: coin tosses); `anchor` soft cross-entropy, nats a position.
-    """
-
-    loss: Tensor
-    expected: float
-    accepted: float
-    anchor: float
-
-
-def objective(rounds: Rounds, anchor_weight: float, generator: torch.Generator) -> Objective:
-    """Return the loss on `rounds` and what to report of them. The anchor is the mean over live positions."""
-    live = rounds.live.to(torch.float32)
-    alphas, entropies, log_q, hits = [], [], [], []
-    for i, logits in enumerate(rounds.logits):
-        token = rounds.token[:, i]
-        if rounds.dense is not None:
-            alpha, entropy = objectives.dense_terms(logits, rounds.dense[:, i])
-        elif rounds.topk_index is not None and rounds.topk_prob is not None:
-            entropy = objectives.soft_cross_entropy(logits, rounds.topk_index[:, i], rounds.topk_prob[:, i])
-        if rounds.temperature == 0:
-            alpha = objectives.path_probability(logits, token)
-            hits.append(logits.argmax(1) == token)
-        else:
-            log_q.append(objectives.log_probs_at(logits, token[:, None]).squeeze(1))
-        alphas.append(alpha)
-        entropies.append(entropy)
-    alpha = torch.stack(alphas, 1) * live
-    anchor = (torch.stack(entropies, 1) * live).sum() / live.sum().clamp_min(1.0)
-    if rounds.temperature == 0:
-        surrogate = value = objectives.expected_accepted_length(alpha)
-        hit = torch.stack(hits, 1) & rounds.live
-    else:
-        dense = rounds.dense
-        assert dense is not None  # noqa: S101  (sampled_rounds always gives it)
-        log_p = dense.gather(2, rounds.token[:, :, None]).squeeze(2).log()
-        logs = torch.stack(log_q, 1)
-        terms = objectives.policy_terms(alpha, logs, log_p)
-        surrogate, value = terms.surrogate, terms.value
-        chance = (log_p - logs.detach()).clamp_max(0.0).exp()
-        hit = (torch.rand(chance.shape, generator=generator).to(chance.device) < chance) & rounds.live
-    accepted = hit.long().cumprod(1).sum(1).float().mean()
-    loss = -surrogate.mean() + anchor_weight * anchor
-    return Objective(loss, float(value.detach().mean()), float(accepted), float(anchor.detach()))
-
-
-class Rollouts:
-    """The rounds of every step: a function of the weights, the seed and the step number."""
-
-    def __init__(self, config: Config, store: FeatureStore, model: DraftModel, target_folder: Path, mean_advance: float) -> None:
-        self.config, self.store, self.model, self.mean_advance = config.policy, store, model, mean_advance
-        self.seed, self.device = config.runtime.seed, model.lm_head.weight.device
-        self.schedule = temperature_schedule(self.config.temperatures, self.config.steps)
-        self._autocast = config.distill.autocast
-        usable = [i for i in store.select("train") if store.rows[i].length - store.rows[i].prompt_length >= MIN_ANSWER]
-        if not usable:
-            raise DataError(f"no training row has an answer of {MIN_ANSWER} tokens or more; generate more data (dataset step)")
-        greedy = [i for i in usable if store.rows[i].temperature == 0]
-        sampled = [i for i in usable if store.rows[i].temperature > 0]
-        self._own_path = bool(greedy)  # temperature-0 rounds follow the rows themselves
-        lengths = {i: store.rows[i].length for i in usable}
-        self._orders = {
-            cold: RowOrder(rows, [lengths[i] for i in rows], self.config.sequences_per_step, [self.seed, int(cold)])
-            for cold, rows in ((True, greedy or usable), (False, sampled or usable))
-        }
-        self._ends = torch.tensor(model.spec.eos_token_id, dtype=torch.long, device=self.device)
-        self._verifier: TreeVerifier | None = None
-        if any(t > 0 or not self._own_path for t in self.schedule):
-            about = config.target
-            target = load_target(target_folder, about.dtype, str(self.device), trust_remote_code=about.trust_remote_code)
-            self._verifier = TreeVerifier(target, model.draft_ids())
-
-    def arithmetic(self) -> AbstractContextManager[Any]:
-        """Return the context of the draft's matrix products (bf16 where configured)."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
-
-    def at(self, step: int) -> tuple[Rounds, torch.Generator]:
-        """Run the rollouts of `step` with the model as it is. Returns the rounds, with gradient, and the step's generator."""
-        k, n, temperature = self.config.draft_tokens, self.config.anchors_per_sequence, self.schedule[step]
-        cold = temperature == 0
-        visit = sum((t == 0) == cold for t in self.schedule[:step])
-        generator = torch.Generator().manual_seed(int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0]))
-        batch = collate(self.store, self._orders[cold].at(visit), str(self.device))
-        stretch = rollout.draw_stretch(batch, n, k, self.mean_advance, generator)
-        with self.arithmetic():
-            start = DraftPass(self.model, stretch.batch)
-        with self.arithmetic():  # a context of its own: weights that it casts without gradient must not be cached for the next
-            rows, anchors = rollout.walk_rounds(start, stretch, n, k, temperature, generator)
-        with self.arithmetic():
-            if cold:
-                verifier = None if self._own_path else self._verifier
-                return rollout.greedy_rounds(start, rows, anchors, k, self._ends, verifier), generator
-            assert self._verifier is not None  # noqa: S101  (loaded above for any temperature > 0)
-            rounds = rollout.sampled_rounds(start, rows, anchors, k, self._ends, self._verifier, temperature, generator)
-            return rounds, generator
+from eagle.train.visits import MIN_ANSWER, Rollouts
 
 
 @dataclass
@@ -206,9 +70,12 @@ class Stage:
         )
         self.rows = heldout_rows(self.store, self.config.eval_sequences)
         self.optimizer = make_optimizer(self.model, self.config.learning_rate, self.config.weight_decay, config.distill.betas)
+        self.reference = Reference(self.model) if self.config.steps else None
         self.progress = self._resume()
         if self.config.steps:
             self.rollouts = Rollouts(config, self.store, self.model, target, self.progress.before.length)
+            if self.rollouts.skipped:
+                say(f"policy: {self.rollouts.skipped} training rows with an answer below {MIN_ANSWER} tokens are skipped")
 
     def _resume(self) -> Progress:
         stages = [DepthStage(depth=self.config.draft_tokens, steps=max(self.config.steps, 1))]
@@ -260,19 +127,32 @@ class Stage:
             group["lr"] = rate
         self.model.train()
         rounds, generator = self.rollouts.at(step)
-        goal = objective(rounds, self.config.anchor_weight, generator)
-        self.optimizer.zero_grad(set_to_none=True)
-        goal.loss.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
-        if math.isfinite(norm):
+        kl, alphas = self._compare(rounds)
+        goal: Objective | None = None
+        for update in range(self.config.updates):
+            rounds = self.rollouts.again(rounds) if update else rounds
+            goal = objective(rounds, self.config, generator, goal.judged if goal else None, alphas)
+            self.optimizer.zero_grad(set_to_none=True)
+            goal.loss.backward()
+            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
+            if not math.isfinite(norm):
+                self.progress.ended = f"the gradient is not finite (temperature {rounds.temperature:g})"
+                break
             self.optimizer.step()
-        else:
-            self.progress.ended = f"the gradient is not finite (temperature {rounds.temperature:g})"
+        assert goal is not None  # noqa: S101  (there is at least one update)
         return {
             "step": step + 1, "temperature": rounds.temperature, "rounds": len(rounds.token), "expected_accepted": goal.expected,
-            "accepted": goal.accepted, "anchor_cross_entropy": goal.anchor, "gradient_norm": norm if math.isfinite(norm) else None,
-            "learning_rate": rate, "acceptance_length": None,
+            "accepted": goal.accepted, "reward": goal.reward, "kl_to_distilled": kl if math.isfinite(kl) else None,
+            "anchor_cross_entropy": goal.anchor, "anchor_weight": self.config.anchor_weight,
+            "gradient_norm": norm if math.isfinite(norm) else None, "learning_rate": rate, "acceptance_length": None,
         }
+
+    def _compare(self, rounds: Rounds) -> tuple[float, Tensor | None]:
+        """Return (KL to the distilled draft before the update; its alphas along the rounds, where they are the baseline)."""
+        assert self.reference is not None  # noqa: S101  (made for any number of steps)
+        wanted = self.config.method != "exact" and self.config.baseline == "reference"
+        with self.rollouts.arithmetic():
+            return self.reference.kl(rounds), self.reference.alphas(rounds) if wanted else None
 
     def _evaluate(self, record: dict[str, Any]) -> None:
         now, measured = self.progress, self.measure()
@@ -312,7 +192,8 @@ class Stage:
         return {
             "acceptance_length": now.best.length, "acceptance_length_before": now.before.length,
             "acceptance_by_position": list(now.best.by_position), "kept": "policy" if now.best_step else "distilled",
-            "steps": now.pace.step, "best_step": now.best_step,
+            "steps": now.pace.step, "best_step": now.best_step, "rows_dropped": self.store.dropped,
+            "rows_skipped": self.rollouts.skipped if self.config.steps else 0,
         }
 
 

@@ -39,6 +39,7 @@ from eagle.train.batches import Batch
 from eagle.train.checkpoint import STATE
 from eagle.train.features import ensure_features
 from eagle.train.medusa import MedusaSettings, train_medusa
+from eagle.train.supervised import token_loss
 
 MEDUSA, EAGLE2 = "medusa", "eagle2"
 ABOUT = "rivals.json"
@@ -150,7 +151,7 @@ def eagle2_config(config: Config, dims: TargetDims) -> Config:
     }
     content["distill"] |= {
         "stages": [{"depth": 1, "steps": config.rivals.eagle2_steps}], "max_minutes": config.rivals.eagle2_minutes,
-        "step_decay": 1.0,
+        "step_decay": 1.0, "objective": "soft_cross_entropy",
     }
     return Config.model_validate(content)
 
@@ -184,7 +185,7 @@ def eagle2_loss(model: DraftModel, batch: Batch, feature_weight: float, draft_of
     positions = torch.arange(batch.tokens.shape[1] - 1, device=batch.tokens.device).expand(len(batch.tokens), -1)
     states = model.fuse(batch.aux)
     normed, feedback = model.step(batch.tokens[:, 1:], states[:, :-1], positions, PrefixAttention())
-    loss, right = distill.token_loss(model, batch, normed[rows, cols], rows, cols + 2, draft_of)
+    loss, right = token_loss(model, batch, normed[rows, cols], rows, cols + 2, draft_of)
     following = states[rows, cols + 1].detach()
     goal = F.rms_norm(following, following.shape[-1:], eps=model.spec.rms_norm_eps)
     return loss + feature_weight * F.smooth_l1_loss(feedback[rows, cols], goal), [right]

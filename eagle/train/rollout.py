@@ -26,13 +26,23 @@ HEAD_BYTES = 64 << 20  # target logits made at once, fp32
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where rounds were run: `batch`, rows [N], anchors [N], and the target ids [N, K] that were fed, step by step."""
+
+    batch: Batch
+    rows: Tensor
+    anchors: Tensor
+    path: Tensor
+
+
+@dataclass(frozen=True)
 class Rounds:
     """N rounds of K draft steps. A position is live until the draft has ended (end of text, end of row, unusable token).
 
     logits: K tensors [N, Vd], at the rollout's temperature, differentiable. token [N, K] draft ids (-1 = not in the draft
     vocabulary). live [N, K] bool. The target's side is `dense` [N, K, Vd] (its softmax at the temperature, sliced to the
     draft vocabulary, exact) or `topk_index` [N, K, k] (draft ids or -1) with `topk_prob` [N, K, k].
-    At temperature 0, `token` is the target's greedy path; else it is the draft's sampled prefix.
+    At temperature 0, `token` is the target's greedy path; else it is the draft's sampled prefix. `origin` runs them again.
     """
 
     temperature: float
@@ -42,6 +52,7 @@ class Rounds:
     dense: Tensor | None = None
     topk_index: Tensor | None = None
     topk_prob: Tensor | None = None
+    origin: Origin | None = None
 
 
 class DraftPass:
@@ -276,19 +287,27 @@ def greedy_rounds(
     else:
         path, dense = verifier.greedy_paths(start.batch.tokens, rows, anchors, k)
         inside = torch.ones_like(path, dtype=torch.bool)
-    logits = []
-    chain = start.chain(rows, anchors)
-    for i in range(k):
-        if i:
-            chain.advance(path[:, i - 1])
-        logits.append(chain.logits())
+    origin = Origin(start.batch, rows, anchors, path)
+    logits = along(start, origin, 0.0)
     token = start.index[path]
     live = inside & _before_end(torch.isin(path, ends) | (token < 0))
     if dense is not None:
-        return Rounds(0.0, tuple(logits), token, live, dense=dense)
+        return Rounds(0.0, logits, token, live, dense=dense, origin=origin)
     at = (anchors[:, None] + steps).clamp_max(start.batch.tokens.shape[1] - 1)
     kept = start.index[start.batch.topk_index[rows[:, None], at]]
-    return Rounds(0.0, tuple(logits), token, live, topk_index=kept, topk_prob=start.batch.topk_prob[rows[:, None], at])
+    kept_prob = start.batch.topk_prob[rows[:, None], at]
+    return Rounds(0.0, logits, token, live, topk_index=kept, topk_prob=kept_prob, origin=origin)
+
+
+def along(start: DraftPass, origin: Origin, temperature: float) -> tuple[Tensor, ...]:
+    """Return K logits [N, Vd] of rounds that are fed the tokens of `origin`, divided by a temperature > 0."""
+    chain = start.chain(origin.rows, origin.anchors)
+    logits = []
+    for i in range(origin.path.shape[1]):
+        if i:
+            chain.advance(origin.path[:, i - 1])
+        logits.append(chain.logits().float() / temperature if temperature else chain.logits())
+    return tuple(logits)
 
 
 def sampled_rounds(
@@ -303,11 +322,12 @@ def sampled_rounds(
         if i:
             chain.advance(start.ids[drawn[-1]])
         logits.append(chain.logits().float() / temperature)
-        drawn.append(_sample(logits[-1].detach(), generator))
+        drawn.append(sample(logits[-1].detach(), generator).squeeze(1))
     token = torch.stack(drawn, 1)
     path = start.ids[token]
     dense, _ = verifier.probabilities(start.batch.tokens, rows, anchors, path[:, :-1], temperature)
-    return Rounds(temperature, tuple(logits), token, _before_end(torch.isin(path, ends)), dense=dense)
+    live, origin = _before_end(torch.isin(path, ends)), Origin(start.batch, rows, anchors, path)
+    return Rounds(temperature, tuple(logits), token, live, dense=dense, origin=origin)
 
 
 def _before_end(over: Tensor) -> Tensor:
@@ -315,8 +335,8 @@ def _before_end(over: Tensor) -> Tensor:
     return over.cumsum(1) - over.long() == 0
 
 
-def _sample(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw one draft id a row, [N], from softmax(logits [N, Vd] float32), by inversion of the distribution function."""
+def sample(logits: Tensor, generator: torch.Generator, draws: int = 1) -> Tensor:
+    """Draw draft ids, [N, draws], from softmax(logits [N, Vd] float32), by inversion of the distribution function."""
     mass = logits.softmax(1).cumsum(1, dtype=torch.float64)
-    point = torch.rand(len(mass), 1, generator=generator, dtype=torch.float64).to(mass.device) * mass[:, -1:]
-    return torch.searchsorted(mass, point, right=True).squeeze(1).clamp_max(mass.shape[1] - 1)
+    point = torch.rand(len(mass), draws, generator=generator, dtype=torch.float64).to(mass.device) * mass[:, -1:]
+    return torch.searchsorted(mass, point, right=True).clamp_max(mass.shape[1] - 1)

@@ -81,6 +81,21 @@ def test_with_time_enough_the_schedule_depends_on_steps_only() -> None:
     assert quick[-1][1] > 0.95
 
 
+def test_a_checkpoint_with_another_runs_draft_vocabulary_is_refused(tmp_path: Path) -> None:
+    model, optimizer = make(0)
+    model.register_buffer("d2t", torch.tensor([0, 2, 2]))
+    step(model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, 1, {})
+    assert load_checkpoint(tmp_path, model, optimizer) == {}
+    before = model[0].weight.clone()
+    model.register_buffer("d2t", torch.tensor([0, 1, 2]))
+    with torch.no_grad():
+        model[0].weight += 1.0
+    with pytest.raises(StepFailed, match="'d2t' is another run's draft vocabulary"):
+        load_checkpoint(tmp_path, model, optimizer)
+    assert torch.equal(model[0].weight, before + 1.0), "nothing of a refused checkpoint is taken over"
+
+
 @given(first=st.floats(0.1, 3.0), ratio=st.floats(1.2, 4.0), budget=st.floats(20.0, 60.0))
 def test_with_too_little_time_every_stage_has_its_share(first: float, ratio: float, budget: float) -> None:
     pace = Pace(STAGES, budget)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from eagle import manifest
 from eagle.config import Config
+from eagle.dataset.read import Row, load_rows, write_shards
 from eagle.draft.io import load_draft
 from eagle.draft.model import DraftModel
 from eagle.errors import StepFailed
@@ -24,7 +26,7 @@ from eagle.steps import StepContext
 from eagle.train import distill
 from eagle.train.batches import Batch, collate
 from eagle.train.validate import heldout_rows, replay_acceptance
-from tests.training.builders import EOS, Toy, make_draft, make_toy
+from tests.training.builders import EOS, Toy, make_draft, make_toy, write_dataset
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -136,6 +138,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from eagle.config import Config
+from eagle.dataset.read import Row, load_rows, write_shards
 from eagle.steps import StepContext
 from eagle.train import distill
 given = json.loads(Path(sys.argv[1]).read_text())
@@ -202,3 +205,22 @@ def test_a_loss_that_is_not_finite_names_step_and_rows(toy: Toy, tmp_path: Path,
     monkeypatch.setattr(distill, "distillation_loss", poisoned)
     with pytest.raises(StepFailed, match=r"loss nan, gradient norm nan at step 2 \(rows [0-9a-f]{12}"):
         distill.run(context(toy, tmp_path))
+
+
+def test_rows_and_vocabulary_that_cannot_be_used_are_told_and_counted(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row without an answer token to learn is skipped; a map larger than the distinct tokens shrinks."""
+    dataset = write_dataset(tmp_path / "dataset", toy.target, train=6, heldout=4, tokens=3)
+    rows = load_rows(dataset, "train")
+    dead = Row("f" * 64, "file:toy", "toy", 0.0, [1, 5, 6, 7], [0, 0, 0, 0], 4, "length")
+    write_shards(dataset, "train", [*rows, dead], 1000)
+    at = context(toy, tmp_path, stages=[{"depth": 1, "steps": 3}])
+    metrics = distill.run(replace(at, inputs={"dataset": dataset}))
+    assert metrics["rows_skipped"] == 1
+    assert metrics["rows_dropped"] == 0
+    assert metrics["draft_vocab_size"] == 64
+    assert load_draft(at.out / "draft", toy.target).spec.draft_vocab_size == 64
+    said = capsys.readouterr().err
+    assert "1 training rows without an answer token to learn are skipped" in said
+    assert "draft vocabulary 64, not 200" in said

@@ -62,6 +62,136 @@ def test_sparse_and_dense_equal_the_naive_oracle_in_value_and_gradient(n: int, v
             torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-12)
 
 
+def oracle(name: str, logits: Tensor, p: Tensor) -> Tensor:
+    """The row objectives of LK written out in float64 with p [N, Vd] on the whole draft vocabulary."""
+    log_q = torch.log_softmax(logits.double(), -1)
+    alpha = torch.minimum(p, log_q.exp()).sum(1)
+    mass = p.sum(1, keepdim=True)
+    share = p / torch.where(mass > 0, mass, 1.0)
+    kl = torch.where(share > 0, share * (share.clamp_min(1e-300).log() - log_q), 0.0).sum(1)
+    if name == "forward_kl":
+        return kl
+    if name == "total_variation":
+        return 1 - alpha
+    if name == "negative_log_overlap":
+        return -torch.where(mass[:, 0] > 0, alpha, 1.0).log()
+    weight = (-3.0 * alpha.detach()).exp()
+    return weight * kl + (1 - weight) * (1 - alpha)
+
+
+ROW_OBJECTIVES = {
+    "forward_kl": objectives.forward_kl, "total_variation": objectives.total_variation,
+    "negative_log_overlap": objectives.negative_log_overlap, "lk_hybrid": lambda *given: objectives.lk_hybrid(*given, eta=3.0),
+}
+
+
+@pytest.mark.parametrize("name", list(ROW_OBJECTIVES))
+@given(
+    n=st.integers(1, 7), vd=st.integers(3, 40), k=st.integers(1, 3), seed=st.integers(0, 10**6),
+    scale=st.sampled_from([0.1, 2.0, 30.0]),
+)
+@settings(max_examples=25, deadline=None)
+def test_row_objectives_equal_their_formulas_in_value_and_gradient(
+    name: str, n: int, vd: int, k: int, seed: int, scale: float
+) -> None:
+    logits, index, prob = sparse_case(n, vd, k, seed, scale)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    value, expected = ROW_OBJECTIVES[name](ours, index, prob), oracle(name, theirs, densify(index, prob, vd))
+    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+    weights = torch.linspace(-1.0, 2.0, n, dtype=torch.float64)
+    (weights * value).sum().backward()
+    (weights * expected).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", [name for name in ROW_OBJECTIVES if name != "lk_hybrid"])
+def test_row_objectives_by_finite_differences(name: str) -> None:
+    logits, index, prob = sparse_case(4, 9, 3, 5)
+    given = (logits.clone().requires_grad_(),)
+    assert torch.autograd.gradcheck(lambda z: ROW_OBJECTIVES[name](z, index, prob), given, eps=1e-6, atol=1e-7)
+
+
+def test_the_hybrids_gradient_with_its_share_held_fixed_by_finite_differences() -> None:
+    """The share is detached (stop-gradient in the paper): differences are taken at the share of the point itself."""
+    logits, index, prob = sparse_case(4, 9, 3, 5)
+    share = (-3.0 * objectives.overlap(logits, index, prob)).exp()
+
+    def held(z: Tensor) -> Tensor:
+        return (share * objectives.forward_kl(z, index, prob) + (1 - share) * objectives.total_variation(z, index, prob)).sum()
+
+    z = logits.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(objectives.lk_hybrid(z, index, prob, 3.0).sum(), z)
+    step, numeric = 1e-6, torch.zeros_like(logits)
+    for row in range(logits.shape[0]):
+        for column in range(logits.shape[1]):
+            nudge = torch.zeros_like(logits)
+            nudge[row, column] = step
+            numeric[row, column] = (held(logits + nudge) - held(logits - nudge)) / (2 * step)
+    torch.testing.assert_close(grad, numeric, rtol=1e-6, atol=1e-8)
+
+
+def test_published_gradient_forms_of_lk() -> None:
+    """d KL = q - p', d TV = -q (w - E_q w), d (-log alpha) = d TV / alpha (arXiv 2602.23881, appendix A)."""
+    logits, index, prob = sparse_case(5, 12, 3, 1)
+    index[0, :] = torch.tensor([3, 5, 7])  # a row with all its kept tokens in the draft vocabulary
+    kept = (index >= 0).any(1)
+    p, q = densify(index, prob, 12), torch.softmax(logits, -1)
+    w = (q < p).double()
+    tv = -q * (w - (q * w).sum(1, keepdim=True))
+    alpha = torch.minimum(p, q).sum(1, keepdim=True)
+    forms = {
+        "forward_kl": q - p / p.sum(1, keepdim=True), "total_variation": tv, "negative_log_overlap": tv / alpha,
+    }
+    for name, form in forms.items():
+        z = logits.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(ROW_OBJECTIVES[name](z, index, prob).sum(), z)
+        torch.testing.assert_close(grad[kept], form[kept])
+        assert not grad[~kept].any()
+
+
+@pytest.mark.parametrize("name", list(ROW_OBJECTIVES))
+def test_row_objectives_with_extreme_logits(name: str) -> None:
+    """A target token at logit -2e4 below the draft's choice: its overlap underflows, -log overlap keeps value and pull."""
+    z = torch.tensor([[1e4, -1e4, 0.0, 88.0], [-1e30, 1e30, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    index, prob = torch.tensor([[1, -1], [0, 1], [-1, -1]]), torch.tensor([[0.6, 0.4], [0.0, 1.0], [0.5, 0.5]])
+    value = ROW_OBJECTIVES[name](z, index, prob)
+    (grad,) = torch.autograd.grad(value.sum(), z)
+    assert bool(torch.isfinite(value).all())
+    assert bool(torch.isfinite(grad).all())
+    assert value[2] == (1.0 if name == "total_variation" else 0.0)
+    assert not grad[2].any()
+    torch.testing.assert_close(value[1].detach(), torch.tensor(0.0))
+    if name in ("forward_kl", "negative_log_overlap"):
+        torch.testing.assert_close(value[0].item(), 2e4, rtol=1e-4, atol=0.0)
+        torch.testing.assert_close(grad[0], torch.tensor([1.0, -1.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("name", list(ROW_OBJECTIVES))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_row_objectives_in_low_precision_are_summed_in_float32(name: str, dtype: torch.dtype) -> None:
+    logits, index, prob = sparse_case(40, 8192, 32, 3)
+    low = logits.to(dtype)
+    z = low.clone().requires_grad_()
+    value = ROW_OBJECTIVES[name](z, index, prob.float())
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.double(), oracle(name, low, densify(index, prob, 8192)), rtol=2e-5, atol=2e-6)
+    value.sum().backward()
+    assert z.grad is not None
+    assert z.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("a", [0.0, 0.5, 1.0])
+def test_dpace_weights_are_the_sums_of_smoothed_prefix_products(a: float) -> None:
+    path = torch.tensor([[0.5, 0.2, 0.9], [0.3, 0.0, 0.7]], dtype=torch.float64)
+    live = torch.tensor([[True, True, True], [True, True, False]])
+    weights = objectives.dpace_weights(path, live, a)
+    for row in range(2):
+        s = [((1 - a) * float(path[row, j]) + a) * bool(live[row, j]) for j in range(3)]
+        prefix = [s[0], s[0] * s[1], s[0] * s[1] * s[2]]
+        assert weights[row].tolist() == pytest.approx([sum(prefix[i:]) for i in range(3)])
+    assert weights[1, 2] == 0
+
+
 def test_gradients_by_finite_differences() -> None:
     logits, index, prob = sparse_case(4, 9, 3, 5)
     dense = densify(index, prob, 9)
@@ -149,8 +279,7 @@ def test_greedy_path_gradient_is_dpace_without_smoothing() -> None:
     logits, y = torch.randn(n, k, vd, dtype=torch.float64, requires_grad=True), torch.randint(0, vd, (n, k))
     q = objectives.path_probability(logits.view(-1, vd), y.view(-1)).view(n, k)
     (grad,) = torch.autograd.grad(objectives.expected_accepted_length(q).sum(), logits)
-    prefix = q.detach().cumprod(1)
-    weight = prefix.flip(1).cumsum(1).flip(1)
+    weight = objectives.dpace_weights(q, torch.ones_like(q, dtype=torch.bool), 0.0)
     log_q = torch.log_softmax(logits, -1).gather(2, y[..., None]).squeeze(2)
     (dpace,) = torch.autograd.grad((weight * log_q).sum(), logits)
     torch.testing.assert_close(grad, dpace)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from eagle import manifest
-from eagle.config import Config, TemperatureShare
-from eagle.dataset.read import Row, write_shards
+from eagle.config import Config, PolicyConfig, TemperatureShare
+from eagle.dataset.read import Row, load_rows, write_shards
 from eagle.draft.io import load_draft
 from eagle.errors import DataError
 from eagle.steps import StepContext
 from eagle.target.load import load_target
-from eagle.train import distill, objectives, policy
+from eagle.train import distill, objectives, policy, reward, visits
 from eagle.train.batches import collate
 from eagle.train.rollout import DraftPass, Rounds, TreeVerifier
 from tests.toys import tiny_target
@@ -101,26 +101,27 @@ def same(a: Path, b: Path) -> bool:
 
 def test_temperature_schedule_keeps_the_shares_at_every_prefix() -> None:
     shares = [TemperatureShare(temperature=t, weight=w) for t, w in ((0.0, 2.0), (1.0, 1.0), (0.7, 1.0))]
-    schedule = policy.temperature_schedule(shares, 40)
+    schedule = visits.temperature_schedule(shares, 40)
     for n in range(1, 41):
         assert abs(schedule[:n].count(0.0) - n / 2) <= 1
         assert abs(schedule[:n].count(1.0) - n / 4) <= 1
-    assert policy.temperature_schedule(shares, 10) == schedule[:10]
+    assert visits.temperature_schedule(shares, 10) == schedule[:10]
 
 
 def test_row_order_visits_every_row_once_an_epoch() -> None:
-    order = policy.RowOrder(list(range(10, 21)), [n % 5 + 1 for n in range(11)], 4, [0, 1])
+    order = visits.RowOrder(list(range(10, 21)), [n % 5 + 1 for n in range(11)], 4, [0, 1])
     epochs = [list(itertools.chain.from_iterable(order.at(3 * epoch + i) for i in range(3))) for epoch in range(2)]
     assert all(sorted(epoch) == list(range(10, 21)) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert order.at(4) == policy.RowOrder(list(range(10, 21)), [n % 5 + 1 for n in range(11)], 4, [0, 1]).at(4)
+    assert order.at(4) == visits.RowOrder(list(range(10, 21)), [n % 5 + 1 for n in range(11)], 4, [0, 1]).at(4)
 
 
 def test_objective_at_temperature_zero_is_the_path_form_plus_the_anchor() -> None:
     logits = tuple(torch.randn(3, 5, requires_grad=True) for _ in range(2))
     token, live = torch.tensor([[0, 1], [2, -1], [4, 4]]), torch.tensor([[True, True], [True, True], [True, False]])
     index, prob = torch.randint(-1, 5, (3, 2, 2)), torch.rand(3, 2, 2) / 2
-    goal = policy.objective(Rounds(0.0, logits, token, live, topk_index=index, topk_prob=prob), 0.3, torch.Generator())
+    rounds = Rounds(0.0, logits, token, live, topk_index=index, topk_prob=prob)
+    goal = policy.objective(rounds, PolicyConfig(anchor_weight=0.3), torch.Generator())
     q = [z.detach().softmax(1) for z in logits]
     first = [float(q[0][n, token[n, 0]]) for n in range(3)]
     length = sum(first) + first[0] * float(q[1][0, 1])
@@ -177,7 +178,7 @@ def test_gradient_reaches_every_weight_under_autocast(base: Path, tmp_path: Path
     for step in range(2):
         rounds, generator = stage.rollouts.at(step)
         stage.model.zero_grad(set_to_none=True)
-        policy.objective(rounds, 0.2, generator).loss.backward()
+        policy.objective(rounds, PolicyConfig(), generator).loss.backward()
         for name, parameter in stage.model.named_parameters():
             assert parameter.grad is not None, name
             assert bool(parameter.grad.any()), name
@@ -198,6 +199,87 @@ def test_run_writes_the_kept_draft_curves_and_metrics(base: Path, tmp_path: Path
     manifest.write_json(tmp_path / "metrics.json", metrics)  # finite JSON
     kept = load_draft(context.out / "draft", base / "target")
     assert torch.equal(kept.draft_ids(), load_draft(base / "distill" / "draft", base / "target").draft_ids())
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"method": "group", "updates": 2}, {"method": "group", "baseline": "adjacent", "group_size": 1},
+        {"method": "group", "baseline": "reference", "group_size": 3}, {"method": "naive", "token_cost": 0.1},
+    ],
+    ids=["leave one out, two updates", "adjacent", "reference", "naive with a cost"],
+)
+def test_sampled_methods_run_at_both_temperatures_and_log_every_step(base: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
+    context = context_at(base, tmp_path, steps=4, **keys)
+    metrics = policy.run(context)
+    curves = manifest.read_json(context.out / "curves.json")
+    assert metrics["steps"] == 4
+    assert {row["temperature"] for row in curves} == {0.0, 1.0}
+    for row in curves:
+        assert {"reward", "kl_to_distilled", "anchor_weight", "accepted", "expected_accepted"} <= row.keys()
+        assert -0.2 - 1e-6 <= row["reward"] <= 2.0  # at most K = 2 accepted; at least none and two proposed
+    assert curves[0]["kl_to_distilled"] == pytest.approx(0.0, abs=1e-6)
+    assert curves[-1]["kl_to_distilled"] > 0.0
+
+
+def test_group_raises_the_exact_expected_accepted_length_of_a_real_draft(base: Path, tmp_path: Path) -> None:
+    context = context_at(
+        base, tmp_path, steps=30, eval_every=1000, checkpoint_every=1000, anchor_weight=0.0, learning_rate=2e-3,
+        temperatures=[{"temperature": 1.0, "weight": 1.0}], method="group", anchors_per_sequence=256, group_size=32,
+    )
+    stage = policy.Stage(context)
+    target = load_target(base / "target", "float32")
+    batch = collate(stage.store, [i for i in stage.store.select("train") if stage.store.rows[i].temperature == 1.0])
+    rows, anchors = torch.tensor([0, 0, 1, 1, 2, 3]), torch.tensor([5, 9, 6, 11, 7, 5])
+    verifier = TreeVerifier(target, stage.model.draft_ids())
+    with torch.no_grad():
+        before = exact_expected_length(DraftPass(stage.model, batch), verifier, rows, anchors)
+    stage.train()
+    with torch.no_grad():
+        assert exact_expected_length(DraftPass(stage.model, batch), verifier, rows, anchors) > 1.05 * before
+
+
+def test_divergence_and_alphas_of_the_frozen_draft(base: Path, tmp_path: Path) -> None:
+    """KL against a plain computation over all rounds of the first two rows; alphas equal the rounds' own before training."""
+    stage = policy.Stage(context_at(base, tmp_path, steps=2, temperatures=[{"temperature": 1.0, "weight": 1.0}]))
+    assert stage.reference is not None
+    rounds, _ = stage.rollouts.at(0)
+    torch.testing.assert_close(stage.reference.alphas(rounds), reward.alphas(rounds))
+    assert stage.reference.kl(rounds) == pytest.approx(0.0, abs=1e-6)
+    with torch.no_grad():
+        stage.model.lm_head.weight.mul_(1.3)
+    moved, here = stage.rollouts.again(rounds), rounds.origin.rows < 2
+    apart = torch.stack([
+        torch.nn.functional.kl_div(old.log_softmax(1), new.log_softmax(1), log_target=True, reduction="none").sum(1)
+        for old, new in zip(rounds.logits, moved.logits, strict=True)
+    ], 1)
+    live = rounds.live & here[:, None]
+    assert stage.reference.kl(moved) == pytest.approx(float(apart[live].mean()), rel=1e-4)
+
+
+def test_token_cost_favours_drafts_that_end_with_the_text(base: Path) -> None:
+    """With a cost, the exact method's gradient of the ending token's logit rises by cost * saved proposals."""
+    z = [torch.zeros(1, 3, requires_grad=True) for _ in range(3)]
+    token, live = torch.tensor([[1, 0, 0]]), torch.tensor([[True, False, False]])
+    dense = torch.full((1, 3, 3), 0.3)
+    grads = []
+    for cost in (0.0, 0.2):
+        config = PolicyConfig(anchor_weight=0.0, token_cost=cost)
+        goal = policy.objective(Rounds(1.0, tuple(z), token, live, dense=dense), config, torch.Generator().manual_seed(0))
+        grads.append(torch.autograd.grad(goal.loss, z, allow_unused=True)[0])
+        assert goal.reward == pytest.approx(goal.expected - cost)
+    torch.testing.assert_close(grads[1] - grads[0], -0.2 * 2 * torch.tensor([[-1 / 3, 2 / 3, -1 / 3]]))
+
+
+def test_short_answers_are_skipped_and_counted(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path / "dataset", base / "target", [0.0, 1.0], rows=9)
+    kept = load_rows(tmp_path / "dataset", "train")
+    short = Row("0" * 64, "self", "chat", 0.0, [3, 4, 5, 6], [0, 0, 0, 1], 3, "length")
+    write_shards(tmp_path / "dataset", "train", [*kept, short], 2048)
+    context = context_at(base, tmp_path, steps=2)
+    metrics = policy.run(replace(context, inputs={**context.inputs, "dataset": tmp_path / "dataset"}))
+    assert metrics["rows_skipped"] == 1
+    assert "1 training rows with an answer below 2 tokens are skipped" in capsys.readouterr().err
 
 
 def test_kept_draft_measures_what_the_metrics_say(base: Path, tmp_path: Path) -> None:

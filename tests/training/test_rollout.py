@@ -230,7 +230,7 @@ def test_sampled_rounds_draw_from_q_and_are_judged_exactly(folder: Path, target:
     draws = 4000
     rows, anchors = torch.zeros(draws, dtype=torch.long), torch.full((draws,), 6)
     logits = start.chain(rows[:1], anchors[:1]).logits() / 0.5
-    drawn = rollout._sample(logits.expand(draws, -1), torch.Generator().manual_seed(3))
+    drawn = rollout.sample(logits, torch.Generator().manual_seed(3), draws)[0]
     share = torch.bincount(drawn, minlength=6) / draws
     q = logits[0].softmax(0)
     assert bool(((share - q).abs() < 4.5 * (q * (1 - q) / draws).sqrt() + 1e-9).all())

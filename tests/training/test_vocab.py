@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle.draft.vocab import choose_vocab, coverage, to_maps
+from eagle.draft.vocab import choose_vocab, coverage, fitting_size, to_maps
 from eagle.errors import ConfigError
 
 
@@ -36,6 +36,16 @@ def test_few_distinct_tokens_are_filled_up_from_below() -> None:
     counts = np.zeros(10, dtype=np.int64)
     counts[7] = 3
     assert choose_vocab(counts, 4, [9]).tolist() == [0, 1, 7, 9]
+
+
+def test_a_vocabulary_larger_than_the_distinct_tokens_is_cut() -> None:
+    counts = np.zeros(1000, dtype=np.int64)
+    counts[:70] = 1
+    assert fitting_size(counts, 500) == 128
+    assert fitting_size(counts, 100) == 100
+    assert fitting_size(counts, 500, range(60, 129)) == 192
+    assert fitting_size(counts, 1000) == 1000, "the whole vocabulary needs no map"
+    assert fitting_size(np.zeros(1000, dtype=np.int64), 500, [2]) == 64
 
 
 def test_what_cannot_be() -> None:

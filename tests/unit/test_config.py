@@ -42,6 +42,10 @@ def test_every_shipped_profile_is_valid_and_differs_from_the_default(profile: st
         ("register.gate.min_acceptance=2", ["closest: 'register.gate.min_acceptance_length'"]),
         ("distill", ["must be section.key=value"]),
         ("runtime.seed=-1", ["runtime.seed"]),
+        ("distill.objective=lk", ["distill.objective", "'lk'"]),
+        ("distill.dpace_smoothing=1.5", ["distill.dpace_smoothing", "less than or equal to 1"]),
+        ("policy.updates=2", ["updates (2) above 1 need method group or naive"]),
+        ("policy.token_cost=-1", ["policy.token_cost", "greater than or equal to 0"]),
         ("rivals.medusa_heads=0", ["rivals.medusa_heads", "greater than or equal to 1"]),
         ("rivals.medusa_nodes=65", ["rivals.medusa_nodes", "less than or equal to 64"]),
         ("rivals.eagle2_minutes=0", ["rivals.eagle2_minutes", "greater than 0"]),
@@ -57,6 +61,13 @@ def test_a_bad_override_gives_one_line_with_place_and_closest_key(override: str,
     assert "\n" not in message
     assert message.startswith("--set")
     assert all(word in message for word in words), message
+
+
+def test_a_group_of_one_needs_another_baseline() -> None:
+    with pytest.raises(ConfigError, match="group_size 1 leaves no other draft"):
+        load_config(ROOT, overrides=["policy.method=naive", "policy.group_size=1"])
+    config = load_config(ROOT, overrides=["policy.method=group", "policy.group_size=1", "policy.baseline=adjacent"])
+    assert config.policy.group_size == 1
 
 
 def test_a_bad_profile_file_is_named(tmp_path: Path) -> None:
