@@ -6,10 +6,12 @@ Exit codes: 0 done, 1 failure, 2 usage or configuration, 3 gate rejected, 4 busy
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,6 +36,8 @@ target_app = typer.Typer(no_args_is_help=True, help="The served model.")
 bundle_app = typer.Typer(no_args_is_help=True, help="vLLM-ready draft bundles.")
 app.add_typer(target_app, name="target")
 app.add_typer(bundle_app, name="bundle")
+dataset_app = typer.Typer(no_args_is_help=True, help="Prompts for the data set.")
+app.add_typer(dataset_app, name="dataset")
 registry_app = typer.Typer(no_args_is_help=True, help="Registered drafts: what is champion, and how it came about.")
 app.add_typer(registry_app, name="registry")
 
@@ -205,6 +209,33 @@ def bundle_validate(
 
     report = check_bundle(path, target)
     sys.stdout.write(f"{report}\n")
+
+
+@dataset_app.command("from-traffic")
+def dataset_from_traffic(
+    context: typer.Context,
+    log: Annotated[Path, typer.Argument(help="Request log: JSONL of OpenAI bodies, bare or wrapped; may end in .gz.")],
+    out: Annotated[Path, typer.Option("--out", help="The prompt file to write.")],
+    opt_out: Annotated[
+        Path | None, typer.Option("--opt-out", help="File of user ids, or sha256 of user ids or prompts, one a line: never used.")
+    ] = None,
+    profile: ProfileOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Make prompts of a request log: sampled, masked, without duplicates. Settings: traffic.* in `eagle config`.
+
+    Example: eagle dataset from-traffic requests.jsonl --out prompts.jsonl --set traffic.retention_days=30
+    """
+    from eagle.traffic.collect import OptOut, collect, read_opt_out
+
+    config, _, _ = _load(context, profile, overrides)
+    report = collect(log, out, read_opt_out(opt_out) if opt_out else OptOut(), config, time.time())
+    table = Table("", "rows", title=f"prompts of {log.name}", title_justify="left")
+    for name, count in report.table():
+        table.add_row(name, str(count))
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    setting = shlex.quote(f"dataset.prompt_files=[{json.dumps(str(out.resolve()), ensure_ascii=False)}]")
+    sys.stdout.write(f"next: python -m flows.retrain --run-id traffic --set {setting}\n")
 
 
 def _said(move: Move) -> str:

@@ -325,7 +325,7 @@ class WatchConfig(Section):
     def _degraded_is_worse(self) -> WatchConfig:
         if self.degraded_tolerance <= self.drifting_tolerance:
             raise ValueError(
-                f"degraded_tolerance ({self.degraded_tolerance:g}) must be larger than drifting_tolerance ({self.drifting_tolerance:g})"
+                f"degraded_tolerance ({self.degraded_tolerance:g}) must be above drifting_tolerance ({self.drifting_tolerance:g})"
             )
         return self
 

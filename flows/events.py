@@ -37,6 +37,7 @@ def emitter(resource: str, payload: dict[str, Any]) -> Callable[[str, float, dic
             with get_client(sync_client=True) as client:
                 client.request("POST", "/events", json=[event.model_dump(mode="json")])
         except httpx.HTTPError as error:
-            raise StepFailed(f"watch: Prefect did not take the event {event.event} ({str(error) or type(error).__name__})") from None
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise StepFailed(f"watch: Prefect did not take the event {event.event} ({why})") from None
 
     return emit

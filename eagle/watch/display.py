@@ -45,7 +45,8 @@ def status_line(watch: Watch) -> str:
     return (
         f"watch: {state.status}: acceptance length {recent.acceptance_length:.2f} [{_shares(recent.acceptance_by_position)}] of "
         f"{recent.drafts} drafts at K {recent.draft_tokens / recent.drafts:.1f}; the bundle's {reference.acceptance_length:.2f} "
-        f"[{_shares(reference.acceptance_by_position)}] at K {reference.draft_tokens}; windows {state.windows}, restarts {state.restarts}"
+        f"[{_shares(reference.acceptance_by_position)}] at K {reference.draft_tokens}; "
+        f"windows {state.windows}, restarts {state.restarts}"
     )
 
 
@@ -53,7 +54,7 @@ def next_step(watch: Watch) -> str:
     """Return what to do about the status, "" when it is healthy."""
     if watch.state.status == "healthy":
         return ""
-    return "next: eagle dataset from-traffic LOG.jsonl --out prompts.jsonl, then retrain with --set dataset.prompt_files=[prompts.jsonl]"
+    return "next: eagle dataset from-traffic LOG.jsonl --out prompts.jsonl, then retrain with it in dataset.prompt_files"
 
 
 def board(watch: Watch, trouble: str) -> Table:
@@ -71,7 +72,7 @@ def board(watch: Watch, trouble: str) -> Table:
         table.add_row(str(at + 1), shown, f"{share:.3f}", f"{bound:.3f}", f"{drifting * bound:.3f}", f"{degraded * bound:.3f}")
     table.add_row(
         "length", f"{recent.acceptance_length:.3f}" if recent.drafts else "-", f"{known.reference.acceptance_length:.3f}",
-        f"{known.length(0.0):.3f}", f"{known.length(config.drifting_tolerance):.3f}", f"{known.length(config.degraded_tolerance):.3f}",
+        *(f"{known.length(fall):.3f}" for fall in (0.0, config.drifting_tolerance, config.degraded_tolerance)),
     )  # fmt: skip
     return table
 

@@ -84,8 +84,9 @@ def event_hook(url: str, bundle: Path) -> Tell:
 
     Raises PreflightError when no Prefect server is set up.
     """
+    page = metrics_url(url)
     events = importlib.import_module("flows.events")
-    emit = events.emitter(f"eagle.draft/{urlsplit(metrics_url(url)).netloc}", {"url": metrics_url(url), "bundle": str(bundle.resolve())})
+    emit = events.emitter(f"eagle.draft/{urlsplit(page).netloc}", {"url": page, "bundle": str(bundle.resolve())})
 
     def tell(change: Change, state: State) -> None:
         emit(change.status, change.at, {**change.model_dump(exclude={"told", "at", "status"}), "restarts": state.restarts})

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import httpx
-from prometheus_client.parser import text_fd_to_metric_families
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from pydantic import BaseModel, ConfigDict
 
@@ -90,9 +90,9 @@ def parse(text: str, url: str) -> dict[str, EngineCounters]:
 
     Raises NoCounters when it holds none (no vLLM, or one that does not speculate), or they are not Prometheus text.
     """
-    lines = [line for line in text.splitlines() if PREFIX in line]
+    lines = "".join(f"{line}\n" for line in text.splitlines() if PREFIX in line)
     try:
-        samples = [s for family in text_fd_to_metric_families(iter(f"{line}\n" for line in lines)) for s in family.samples]
+        samples = [sample for family in text_string_to_metric_families(lines) for sample in family.samples]
         found = _by_engine(samples)
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         raise NoCounters(f"watch: {url}: its speculation counters cannot be read ({error!r})") from None

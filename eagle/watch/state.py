@@ -19,6 +19,10 @@ KEPT_WINDOWS = 60
 KEPT_CHANGES = 50
 
 
+def _detectors() -> dict[Level, Detector]:
+    return {"drifting": Detector(), "degraded": Detector()}
+
+
 class Window(BaseModel):
     """Counts from `began` to `ended`, Unix seconds; of the open window `ended` is the last reading's time."""
 
@@ -57,7 +61,7 @@ class State(BaseModel):
     closed: list[Window] = Field(default_factory=list)
     windows: int = Field(0, ge=0)
     restarts: int = Field(0, ge=0)
-    detectors: dict[Level, Detector] = Field(default_factory=lambda: {"drifting": Detector(), "degraded": Detector()})
+    detectors: dict[Level, Detector] = Field(default_factory=_detectors)
     changes: list[Change] = Field(default_factory=list)
 
     @property
@@ -87,7 +91,9 @@ def load_state(path: Path, url: str, reference: str) -> tuple[State, str]:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "file"
-        raise ConfigError(f"watch: {path} is no state of the watch ({place}: {first['msg']}); remove it or give another --state") from None
+        raise ConfigError(
+            f"watch: {path} is no state of the watch ({place}: {first['msg']}); remove it or give another --state"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"watch: {path} cannot be read ({error}); remove it or give another --state") from None
     if state.url != url:
