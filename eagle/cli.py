@@ -1,15 +1,17 @@
 """The command line: thin. Parses, loads the configuration, calls the library, turns errors into exit codes.
 
 Exit codes: 0 done, 1 failure, 2 usage or configuration, 3 gate rejected, 4 busy, 5 preflight, 6 bundle invalid,
-7 step failed, 130/143 ended by a signal.
+7 step failed, 130/143 ended by a signal. `eagle watch`: 10 drifting, 11 degraded, 12 server unreachable.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,6 +36,8 @@ target_app = typer.Typer(no_args_is_help=True, help="The served model.")
 bundle_app = typer.Typer(no_args_is_help=True, help="vLLM-ready draft bundles.")
 app.add_typer(target_app, name="target")
 app.add_typer(bundle_app, name="bundle")
+dataset_app = typer.Typer(no_args_is_help=True, help="Prompts for the data set.")
+app.add_typer(dataset_app, name="dataset")
 registry_app = typer.Typer(no_args_is_help=True, help="Registered drafts: what is champion, and how it came about.")
 app.add_typer(registry_app, name="registry")
 
@@ -170,6 +174,42 @@ def ablate(
     say(f"ablate: done -> {place}")
 
 
+@app.command()
+def watch(
+    context: typer.Context,
+    url: Annotated[str, typer.Argument(help="The vLLM server, for example http://127.0.0.1:8000")],
+    bundle: Annotated[Path | None, typer.Option("--bundle", help="The bundle it serves; default RUN/bundle/bundle.")] = None,
+    folder: DirOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Look once and exit with the status' code (for cron).")] = False,
+    event: Annotated[bool, typer.Option("--event", help="Send each change of the status to Prefect.")] = False,
+    state: Annotated[Path | None, typer.Option("--state", help="Where the evidence is kept; default .state/watch/.")] = None,
+    profile: ProfileOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Tell whether a served draft is still accepted as in its bundle: 0 healthy, 10 drifting, 11 degraded, 12 unreachable.
+
+    Example: eagle watch http://127.0.0.1:8000 --bundle runs/default/bundle/bundle --once
+    """
+    from eagle.bundle.reference import read_reference
+    from eagle.watch.display import Screen, next_step, status_line
+    from eagle.watch.run import EXIT_CODES, Watch, alone, default_state, event_hook
+
+    config, root, chosen = _load(context, profile, overrides)
+    served = bundle or _base(root, config, chosen, folder) / "bundle" / "bundle"
+    reference = read_reference(served)
+    path = state or default_state(root / config.paths.state / "watch", url)
+    with alone(path):
+        watched = Watch(url, reference, config.watch, path, event_hook(url, served) if event else None)
+        if watched.fresh:
+            say(f"watch: new evidence in {path} ({watched.fresh})")
+        if not once:
+            with Screen(watched) as screen:
+                watched.follow(screen.show)
+        watched.look()
+        sys.stdout.write("\n".join(filter(None, (status_line(watched), next_step(watched)))) + "\n")
+        raise typer.Exit(EXIT_CODES[watched.state.status])
+
+
 @app.command("config")
 def show_config(context: typer.Context, profile: ProfileOption = None, overrides: SetOption = None) -> None:
     """Print the effective configuration as YAML. Example: eagle --set draft.layers=1 config"""
@@ -201,6 +241,33 @@ def bundle_validate(
 
     report = check_bundle(path, target)
     sys.stdout.write(f"{report}\n")
+
+
+@dataset_app.command("from-traffic")
+def dataset_from_traffic(
+    context: typer.Context,
+    log: Annotated[Path, typer.Argument(help="Request log: JSONL of OpenAI bodies, bare or wrapped; may end in .gz.")],
+    out: Annotated[Path, typer.Option("--out", help="The prompt file to write.")],
+    opt_out: Annotated[
+        Path | None, typer.Option("--opt-out", help="File of user ids, or sha256 of user ids or prompts, one a line: never used.")
+    ] = None,
+    profile: ProfileOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Make prompts of a request log: sampled, masked, without duplicates. Settings: traffic.* in `eagle config`.
+
+    Example: eagle dataset from-traffic requests.jsonl --out prompts.jsonl --set traffic.retention_days=30
+    """
+    from eagle.traffic.collect import OptOut, collect, read_opt_out
+
+    config, _, _ = _load(context, profile, overrides)
+    report = collect(log, out, read_opt_out(opt_out) if opt_out else OptOut(), config, time.time())
+    table = Table("", "rows", title=f"prompts of {log.name}", title_justify="left")
+    for name, count in report.table():
+        table.add_row(name, str(count))
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    setting = shlex.quote(f"dataset.prompt_files=[{json.dumps(str(out.resolve()), ensure_ascii=False)}]")
+    sys.stdout.write(f"next: python -m flows.retrain --run-id traffic --set {setting}\n")
 
 
 def _said(move: Move) -> str:

@@ -346,6 +346,49 @@ class RegisterConfig(Section):
     gate: GateConfig = Field(default_factory=GateConfig)
 
 
+class WatchConfig(Section):
+    """The drift watch of a served draft: `eagle watch`. No step reads it."""
+
+    window_s: Annotated[float, Field(ge=1.0, le=86400.0)] = Field(
+        120.0, description="shortest window, seconds; longer than nearly all requests last, or neighbours share them"
+    )
+    min_drafts: Annotated[int, Field(ge=30)] = Field(300, description="a window with fewer drafts stays open: it would say little")
+    interval_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(15.0, description="seconds between two scrapes")
+    timeout_s: Annotated[float, Field(gt=0.0, le=600.0)] = Field(5.0, description="seconds a server may take to answer one scrape")
+    drifting_tolerance: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.05, description="relative fall below the reference that is no drift"
+    )
+    degraded_tolerance: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.25, description="relative fall below the reference beyond which the draft is degraded"
+    )
+    false_alarms_per_month: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.05, description="largest probability of a false alarm in 30 days, while the reference's bound holds"
+    )
+    reference_confidence: Annotated[float, Field(ge=0.5, lt=1.0)] = Field(
+        0.95, description="confidence of the reference's lower bound, from the spread between its prompts"
+    )
+
+    @model_validator(mode="after")
+    def _degraded_is_worse(self) -> WatchConfig:
+        if self.degraded_tolerance <= self.drifting_tolerance:
+            raise ValueError(
+                f"degraded_tolerance ({self.degraded_tolerance:g}) must be above drifting_tolerance ({self.drifting_tolerance:g})"
+            )
+        return self
+
+
+class TrafficConfig(Section):
+    """Prompts from request logs: `eagle dataset from-traffic`. No step reads it."""
+
+    max_prompts: Annotated[int, Field(ge=0)] = Field(
+        5000, description="at most this many prompts, chosen by hash; 0 = all (memory then grows with the distinct prompts)"
+    )
+    retention_days: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="older requests, and those without a time, are left out; null = all are used"
+    )
+    mask: bool = Field(True, description="mask e-mail addresses, phone numbers, keys and tokens, payment cards and IBANs")
+
+
 class FlowConfig(Section):
     """How the flow runs the steps."""
 
@@ -372,6 +415,8 @@ class Config(Section):
     control: ControlConfig = Field(default_factory=ControlConfig)
     bundle: BundleConfig = Field(default_factory=BundleConfig)
     register_: RegisterConfig = Field(default_factory=RegisterConfig, alias="register")
+    watch: WatchConfig = Field(default_factory=WatchConfig)
+    traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     flow: FlowConfig = Field(default_factory=FlowConfig)
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)

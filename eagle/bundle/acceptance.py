@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from eagle.bench.measure import common_prefix, logit_gap
+from eagle.bundle.reference import prompt_counts
 from eagle.config import Config
 from eagle.dataset.read import Row, load_rows
-from eagle.decode.engine import Engine
-from eagle.decode.stats import DecodeStats
+from eagle.decode.engine import DecodeResult, Engine
 from eagle.draft.io import load_draft
 from eagle.errors import DataError
 from eagle.progress import say
@@ -67,7 +67,8 @@ def validate_in_vllm(bundle: Path, target: Path, rows: list[Row], config: Config
     drafted = _vllm(
         VllmJob(target, requests, "float32", speculative=speculative), config, root, "bundle: vLLM with the draft", work / "drafted"
     )
-    reference, mismatches = _reference(bundle, target, rows, stop, config, plain, drafted)
+    answered, mismatches = _reference(bundle, target, rows, stop, config, plain, drafted)
+    reference = answered.stats
     total = sum(len(tokens) for tokens in plain.tokens)
     equal = sum(common_prefix(one, other) for one, other in zip(plain.tokens, drafted.tokens, strict=True))
     counted = drafted.counters or Counters(0, 0, 0, [])
@@ -83,6 +84,7 @@ def validate_in_vllm(bundle: Path, target: Path, rows: list[Row], config: Config
             "drafts": reference.rounds,
             "accepted": reference.accepted,
             "batch": REFERENCE_BATCH,
+            "by_prompt": prompt_counts([row.kind for row in rows], answered.accepted, section.draft_tokens),
         },
         "relative_gap": round(abs(counted.acceptance_length - ours) / ours, 4),
         "equal_tokens": equal / total if total else 1.0,
@@ -106,8 +108,8 @@ def _vllm(job: VllmJob, config: Config, root: Path, title: str, work: Path) -> V
 
 def _reference(
     bundle: Path, target: Path, rows: list[Row], stop: tuple[int, ...], config: Config, plain: VllmResult, drafted: VllmResult
-) -> tuple[DecodeStats, list[dict[str, Any]]]:
-    """Return the reference engine's counters, and each first difference between vLLM's two runs.
+) -> tuple[DecodeResult, list[dict[str, Any]]]:
+    """Return what the reference engine did, and each first difference between vLLM's two runs.
 
     A difference comes with the gap between the target's two highest logits there: at the level of rounding (about 1e-4
     and below) either token is right.
@@ -122,9 +124,9 @@ def _reference(
     room = max(len(row.prompt) for row in rows) + tokens
     engine = Engine(model, draft, max_length=room, batch=REFERENCE_BATCH)
     say("bundle: the same prompts in the reference engine")
-    stats = engine.generate(
+    answered = engine.generate(
         [row.prompt for row in rows], max_new_tokens=tokens, draft_tokens=section.draft_tokens, stop=frozenset(stop)
-    ).stats
+    )
     mismatches = []
     for row, wanted, got in zip(rows, plain.tokens, drafted.tokens, strict=True):
         same = common_prefix(wanted, got)
@@ -132,4 +134,4 @@ def _reference(
             gap = round(logit_gap(model, row.prompt + wanted[:same]), 6)
             place = {"prompt": row.id, "position": same, "logit_gap": gap}
             mismatches.append({**place, "wanted": wanted[same : same + 1], "got": got[same : same + 1]})
-    return stats, mismatches
+    return answered, mismatches

@@ -1,7 +1,7 @@
 """The bundle step: pack the draft for vLLM, check the pack, and let vLLM itself load and run it.
 
-Output: bundle/ (config.json, model.safetensors, serve.sh, README.md) and validation.json: `validated`, `reason` when it
-is false, and otherwise the figures of `acceptance.validate_in_vllm`.
+Output: bundle/ (config.json, model.safetensors, serve.sh, README.md, and acceptance.json when validated) and
+validation.json: `validated`, `reason` when it is false, and otherwise the figures of `acceptance.validate_in_vllm`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from eagle import manifest
 from eagle.bundle.acceptance import pick_prompts, validate_in_vllm
 from eagle.bundle.card import write_card
 from eagle.bundle.export import export_draft
+from eagle.bundle.reference import write_reference
 from eagle.bundle.validate import check_bundle
 from eagle.errors import StepFailed
 from eagle.progress import say
@@ -43,6 +44,8 @@ def run(context: StepContext) -> dict[str, Any]:
     script.chmod(0o755)
     validation = _validate(context, folder, target)
     manifest.write_json(context.out / VALIDATION, validation)
+    if validation["validated"]:
+        write_reference(folder, validation)
     write_card(context, folder, report, validation)
     metrics: dict[str, Any] = {"parameters": report.parameters, "weight_bytes": report.bytes, "validated": validation["validated"]}
     return metrics | {key: validation[key] for key in ("acceptance_length", "equal_tokens", "relative_gap") if key in validation}
