@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from eagle import manifest
 from eagle.config import Config, DistillConfig
 from eagle.errors import BusyError, ConfigError, StepFailed, closest
+from eagle.locks import holder, owned_lock
 from eagle.progress import say
 from eagle.target.resolve import target_fingerprint
 
@@ -212,7 +213,7 @@ def run_step(name: str, config: Config, root: Path, base: Path, *, force: bool =
     base.mkdir(parents=True, exist_ok=True)
     final, partial, old = base / name, base / f"{name}.partial", base / f"{name}.old"
     try:
-        with FileLock(base / f"{name}.lock", timeout=0):
+        with owned_lock(base / f"{name}.lock"):
             if old.is_dir() and not final.exists():  # a crash between the two renames of _publish
                 old.rename(final)
             now = status(step, config, root, base)
@@ -236,7 +237,8 @@ def run_step(name: str, config: Config, root: Path, base: Path, *, force: bool =
             say(f"{name}: done in {time.monotonic() - began:.0f} s -> {final}")
             return True
     except Timeout:
-        raise BusyError(f"step {name}: another process is at work in {base} (lock {name}.lock); wait for it or stop it") from None
+        lock = base / f"{name}.lock"
+        raise BusyError(f"step {name}: {holder(lock)} is at work in {base} (lock {lock.name}); wait for it or stop it") from None
 
 
 def _work_folder(base: Path, name: str, parts: dict[str, Any]) -> Path:

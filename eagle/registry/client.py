@@ -27,6 +27,7 @@ from mlflow.exceptions import MlflowException
 from eagle import manifest
 from eagle.config import Config
 from eagle.errors import BusyError, PreflightError, StepFailed
+from eagle.locks import holder, owned_lock
 from eagle.signals import sigterm_raises
 
 BATCH = 100
@@ -49,10 +50,10 @@ class Store:
     def lock(self, timeout: float = LOCK_SECONDS) -> Iterator[None]:
         """Hold the registry's file lock: MLflow aliases have no compare-and-set. BusyError after `timeout` seconds."""
         try:
-            with FileLock(self.lock_path, timeout=timeout):
+            with owned_lock(self.lock_path, timeout):
                 yield
         except Timeout:
-            raise BusyError(f"registry: another process holds {self.lock_path}; wait for it or stop it") from None
+            raise BusyError(f"registry: {holder(self.lock_path)} holds {self.lock_path}; wait for it or stop it") from None
 
 
 def open_store(config: Config, root: Path) -> Store:
