@@ -277,3 +277,12 @@ def set_alias(store: Store, model: str, alias: str, version: str) -> None:
     now = by_alias(store, model, alias)
     if now is None or str(now.version) != version:
         raise StepFailed(f"registry: alias '{alias}' of {model} points to version {now and now.version}, not {version}; run again")
+
+
+def drop_alias(store: Store, model: str, alias: str) -> None:
+    """Remove `alias` if it is there, and read that back; StepFailed when another writer set it meanwhile."""
+    if by_alias(store, model, alias) is None:
+        return
+    store.client.delete_registered_model_alias(model, alias)
+    if by_alias(store, model, alias) is not None:
+        raise StepFailed(f"registry: alias '{alias}' of {model} was set again by another writer; run again")
