@@ -215,12 +215,13 @@ def log_dataset(store: Store, run_id: str, folder: Path, content_hash: str) -> N
     store.client.log_batch(run_id, tags=[RunTag("eagle.dataset", content_hash)])
 
 
-def upload_bundle(store: Store, run_id: str, folder: Path, expected: dict[str, str], scratch: Path) -> str:
-    """Upload a bundle folder and return its artifact URI once what comes back is byte for byte `expected`.
+def upload_bundle(store: Store, run_id: str, folder: Path, mlmodel: Path, expected: dict[str, str], scratch: Path) -> str:
+    """Upload a bundle folder, with its MLmodel file, and return its artifact URI once what comes back is byte for byte `expected`.
 
     expected: {path below the folder: sha256}. The files are fetched again into `scratch` (removed after) and hashed.
     Raises StepFailed, naming the file, when one is missing, extra or altered.
     """
+    store.client.log_artifact(run_id, str(mlmodel), BUNDLE)
     store.client.log_artifacts(run_id, str(folder), BUNDLE)
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)

@@ -38,6 +38,7 @@ from eagle.registry.client import (
 )
 from eagle.registry.gate import Candidate, Verdict
 from eagle.registry.lineage import VERDICT, read_manifest, run_tags, version_tags
+from eagle.registry.mlmodel import write_mlmodel
 from eagle.serve.command import serve_command, serve_line
 from eagle.steps import StepContext, get_step, key_parts
 from eagle.target.resolve import DEMO_NAME, local_target
@@ -74,8 +75,10 @@ def run(context: StepContext) -> dict[str, Any]:
     tags = run_tags(context, key, at)
     with tracked_run(store, f"{model} {key[:8]}", tags) as run_id:
         _log_figures(store, run_id, context)
-        source = upload_bundle(store, run_id, bundle, expected, context.work / "verify")
-        described = version_tags(tags, candidate, bench, validation, expected, expected)
+        mlmodel = write_mlmodel(context.work, expected, _served_target(context), config.bundle.draft_tokens)
+        files = expected | {mlmodel.name: manifest.hash_file(mlmodel)}
+        source = upload_bundle(store, run_id, bundle, mlmodel, files, context.work / "verify")
+        described = version_tags(tags, candidate, bench, validation, expected, files)
         version = create_version(store, model, source, run_id, described)
         set_alias(store, model, promote.CHALLENGER, version)
         verdict = _decide(store, model, version, candidate, context)
@@ -216,10 +219,14 @@ def _serve_line(context: StepContext, source: str) -> str:
     """Return the serve command, as a line for a shell, of the registered files where they lie on this disk, else of the step's."""
     parsed = urlparse(source)
     bundle = Path(url2pathname(parsed.path)) if parsed.scheme == "file" else context.inputs["bundle"].resolve() / "bundle"
-    config, root = context.config, context.root
-    target = local_target(config.target, root, context.cache)
-    served = target.resolve() if target else config.target.model
-    return serve_line(serve_command(bundle, served, find_vllm(config.vllm, root), config, config.bundle.draft_tokens))
+    config, target = context.config, _served_target(context)
+    return serve_line(serve_command(bundle, target, find_vllm(config.vllm, context.root), config, config.bundle.draft_tokens))
+
+
+def _served_target(context: StepContext) -> str:
+    """Return the target's folder on this machine, or its hub name."""
+    target = local_target(context.config.target, context.root, context.cache)
+    return str(target.resolve()) if target else context.config.target.model
 
 
 def _read(path: Path) -> dict[str, Any]:
