@@ -10,9 +10,8 @@ import os
 import shlex
 import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 import yaml
@@ -20,35 +19,18 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle import __version__
-from eagle.config import Config
+from eagle.commands import registry
+from eagle.commands.invocation import DirOption, Invocation, ProfileOption, SetOption, base_folder, load
 from eagle.errors import EagleError
-from eagle.profiles import load_config, project_root
 from eagle.progress import say
 from eagle.signals import leave
-
-if TYPE_CHECKING:
-    from eagle.registry.promote import Move
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 target_app = typer.Typer(no_args_is_help=True, help="The served model.")
 bundle_app = typer.Typer(no_args_is_help=True, help="vLLM-ready draft bundles.")
 app.add_typer(target_app, name="target")
 app.add_typer(bundle_app, name="bundle")
-registry_app = typer.Typer(no_args_is_help=True, help="Registered drafts: what is champion, and how it came about.")
-app.add_typer(registry_app, name="registry")
-
-ProfileOption = Annotated[str | None, typer.Option("--profile", "-p", help="default, a name in profiles/, or a YAML file.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override: section.key=value. Repeatable.")]
-DirOption = Annotated[Path | None, typer.Option("--dir", help="Folder of the step outputs; default runs/<profile>.")]
-
-
-@dataclass(frozen=True)
-class Invocation:
-    """What the global options said; commands add their own on top."""
-
-    root: Path | None
-    profile: str | None
-    overrides: tuple[str, ...]
+app.add_typer(registry.app, name="registry")
 
 
 @app.callback(invoke_without_command=True)
@@ -67,17 +49,6 @@ def _global(
     context.obj = Invocation(root, profile, tuple(overrides or ()))
 
 
-def _load(context: typer.Context, profile: str | None, overrides: list[str] | None) -> tuple[Config, Path, str]:
-    said: Invocation = context.obj
-    root = said.root.resolve() if said.root else project_root()
-    name = profile or said.profile or "default"
-    return load_config(root, name, (*said.overrides, *(overrides or ()))), root, name
-
-
-def _base(root: Path, config: Config, profile: str, given: Path | None) -> Path:
-    return given.resolve() if given else root / config.paths.runs / Path(profile).stem
-
-
 @app.command()
 def step(
     context: typer.Context,
@@ -90,8 +61,8 @@ def step(
     """Bring one step up to date. Example: eagle --profile tiny step dataset --dir runs/tiny"""
     from eagle.steps import run_step
 
-    config, root, chosen = _load(context, profile, overrides)
-    run_step(name, config, root, _base(root, config, chosen, folder), force=force)
+    config, root, chosen = load(context, profile, overrides)
+    run_step(name, config, root, base_folder(root, config, chosen, folder), force=force)
 
 
 @app.command()
@@ -99,8 +70,8 @@ def plan(context: typer.Context, folder: DirOption = None, profile: ProfileOptio
     """Show what a run would do, and why; starts nothing. Example: eagle --profile full plan"""
     from eagle.plan import make_plan
 
-    config, root, chosen = _load(context, profile, overrides)
-    base = _base(root, config, chosen, folder)
+    config, root, chosen = load(context, profile, overrides)
+    base = base_folder(root, config, chosen, folder)
     made = make_plan(config, root, base)
     table = Table(title=f"plan of profile '{chosen}' in {base}", title_justify="left")
     for column in ("step", "state", "why", "time", "disk"):
@@ -130,10 +101,10 @@ def bench(
     from eagle.bench.compare import available_methods, compare, find_sources
 
     said = [f"bench.batch_sizes=[{batches}]", f"bench.rounds={rounds}", "bench.temperatures=[0.0]"]
-    config, root, chosen = _load(context, profile, [*said, *(overrides or ())])
-    base = _base(root, config, chosen, folder)
+    config, root, chosen = load(context, profile, [*said, *(overrides or ())])
+    base = base_folder(root, config, chosen, folder)
     wanted = ",".join(available_methods(find_sources(base), base)) if methods is None else methods
-    config, root, _ = _load(context, profile, [*said, f"bench.methods=[{wanted}]", *(overrides or ())])
+    config, root, _ = load(context, profile, [*said, f"bench.methods=[{wanted}]", *(overrides or ())])
     done = compare(config, root, base, suite, prompts, out)
     say(f"bench: done -> {done}; next: eagle bench --suite load --dir {shlex.quote(str(base))}")
 
@@ -141,7 +112,7 @@ def bench(
 @app.command("config")
 def show_config(context: typer.Context, profile: ProfileOption = None, overrides: SetOption = None) -> None:
     """Print the effective configuration as YAML. Example: eagle --set draft.layers=1 config"""
-    config, _, _ = _load(context, profile, overrides)
+    config, _, _ = load(context, profile, overrides)
     sys.stdout.write(yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True))
 
 
@@ -150,7 +121,7 @@ def fetch_demo(context: typer.Context) -> None:
     """Convert the demo target (SmolLM2-135M-Instruct) from its installed package, once. Example: eagle target fetch-demo"""
     from eagle.target.demo import ensure_demo, verify_demo
 
-    config, root, _ = _load(context, None, None)
+    config, root, _ = load(context, None, None)
     folder = ensure_demo(root / config.paths.cache)
     verify_demo(folder)
     sys.stdout.write(f"{folder}\n")
@@ -169,65 +140,6 @@ def bundle_validate(
 
     report = check_bundle(path, target)
     sys.stdout.write(f"{report}\n")
-
-
-def _said(move: Move) -> str:
-    return f"{move.at}  champion  version {move.previous or '-'} -> {move.version}  {move.kind}  {move.why}"
-
-
-@registry_app.command("history")
-def registry_history(context: typer.Context, profile: ProfileOption = None, overrides: SetOption = None) -> None:
-    """List the gate's decisions and the champion's moves, oldest first. Example: eagle registry history"""
-    from eagle.registry.client import open_store
-    from eagle.registry.promote import decisions, moves
-    from eagle.registry.step import model_name
-
-    config, root, _ = _load(context, profile, overrides)
-    store, model = open_store(config, root), model_name(config)
-    decided, moved = decisions(store, model), moves(store, model)
-    if not decided and not moved:
-        sys.stdout.write(f"no version of {model} is registered yet; next: make run\n")
-    for decision in decided:
-        failed = ", ".join(f"{r['name']} {r['value']} (bound {r['bound']})" for r in decision.reasons if not r["ok"])
-        sys.stdout.write(f"{decision.at}  gate  version {decision.version}  {decision.verdict}  {failed}\n")
-    for move in moved:
-        sys.stdout.write(f"{_said(move)}\n")
-
-
-@registry_app.command("promote")
-def registry_promote(
-    context: typer.Context,
-    version: Annotated[str, typer.Argument(help="The model version that becomes champion.")],
-    why: Annotated[str, typer.Option("--why", help="Kept in the history.")] = "",
-    force: Annotated[bool, typer.Option("--force", help="Also when the gate did not pass it.")] = False,
-    profile: ProfileOption = None,
-    overrides: SetOption = None,
-) -> None:
-    """Make a version champion. Example: eagle registry promote 3 --why 'shadow test passed'"""
-    from eagle.registry import promote as aliases
-    from eagle.registry.client import open_store
-    from eagle.registry.step import model_name
-
-    config, root, _ = _load(context, profile, overrides)
-    move = aliases.promote(open_store(config, root), model_name(config), version, why=why, force=force)
-    sys.stdout.write(f"{_said(move)}\n")
-
-
-@registry_app.command("rollback")
-def registry_rollback(
-    context: typer.Context,
-    why: Annotated[str, typer.Option("--why", help="Kept in the history.")] = "",
-    profile: ProfileOption = None,
-    overrides: SetOption = None,
-) -> None:
-    """Make the former champion champion again. Example: eagle registry rollback --why 'acceptance fell'"""
-    from eagle.registry import promote as aliases
-    from eagle.registry.client import open_store
-    from eagle.registry.step import model_name
-
-    config, root, _ = _load(context, profile, overrides)
-    move = aliases.rollback(open_store(config, root), model_name(config), why=why)
-    sys.stdout.write(f"{_said(move)}\n")
 
 
 def _private_environment() -> None:
