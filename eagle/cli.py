@@ -20,6 +20,7 @@ from rich.table import Table
 
 from eagle import __version__
 from eagle.commands import registry
+from eagle.commands.doctor import doctor
 from eagle.commands.invocation import DirOption, Invocation, ProfileOption, SetOption, base_folder, load
 from eagle.errors import EagleError
 from eagle.progress import say
@@ -31,6 +32,7 @@ bundle_app = typer.Typer(no_args_is_help=True, help="vLLM-ready draft bundles.")
 app.add_typer(target_app, name="target")
 app.add_typer(bundle_app, name="bundle")
 app.add_typer(registry.app, name="registry")
+app.command()(doctor)
 
 
 @app.callback(invoke_without_command=True)

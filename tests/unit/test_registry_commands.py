@@ -7,6 +7,7 @@ import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlparse
 
 import pytest
 from click.testing import Result
@@ -78,7 +79,8 @@ def test_show_by_number_or_alias_with_reasons_lineage_and_hashes(root: Path) -> 
 
 
 def test_diff_names_settings_data_and_figures(root: Path) -> None:
-    rows = {(r["kind"], r["name"]): (r["one"], r["other"]) for r in json.loads(said(root, "diff", "champion", "challenger", "--json"))}
+    found = json.loads(said(root, "diff", "champion", "challenger", "--json"))
+    rows = {(row["kind"], row["name"]): (row["one"], row["other"]) for row in found}
     assert rows["setting", "policy.steps"][1] == "7"
     assert rows["figure", "bundle.acceptance_length"] == (2.1, 1.3)
     assert ("input", "bundle") in rows
@@ -180,7 +182,7 @@ def test_gc_picks_rejected_ones_by_age_or_number_and_never_what_is_reachable(roo
 
 def test_gc_deletes_versions_and_files_only_when_told(root: Path) -> None:
     store = store_of(root)
-    source = Path(store.client.get_model_version(MODEL, "2").source.removeprefix("file://").replace("%20", " ").replace("%C3%B8", "ø"))
+    source = Path(unquote(urlparse(store.client.get_model_version(MODEL, "2").source).path))
     assert (source / "model.safetensors").is_file()
     run = store.client.get_model_version(MODEL, "2").run_id
     assert "version 2  rejected" in said(root, "gc", "--keep", "2")
