@@ -1,20 +1,17 @@
 """The command line: thin. Parses, loads the configuration, calls the library, turns errors into exit codes.
 
 Exit codes: 0 done, 1 failure, 2 usage or configuration, 3 gate rejected, 4 busy, 5 preflight, 6 bundle invalid,
-7 step failed, 130/143 ended by a signal. `eagle watch`: 10 drifting, 11 degraded, 12 server unreachable.
+7 step failed, 130/143 ended by a signal.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 import yaml
@@ -22,37 +19,24 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle import __version__
-from eagle.config import Config
+from eagle.commands import dataset, registry
+from eagle.commands.ablate import ablate
+from eagle.commands.doctor import doctor
+from eagle.commands.invocation import DirOption, Invocation, ProfileOption, SetOption, base_folder, load
+from eagle.commands.watch import watch
 from eagle.errors import EagleError
-from eagle.profiles import load_config, project_root
 from eagle.progress import say
 from eagle.signals import leave
-
-if TYPE_CHECKING:
-    from eagle.registry.promote import Move
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 target_app = typer.Typer(no_args_is_help=True, help="The served model.")
 bundle_app = typer.Typer(no_args_is_help=True, help="vLLM-ready draft bundles.")
 app.add_typer(target_app, name="target")
 app.add_typer(bundle_app, name="bundle")
-dataset_app = typer.Typer(no_args_is_help=True, help="Prompts for the data set.")
-app.add_typer(dataset_app, name="dataset")
-registry_app = typer.Typer(no_args_is_help=True, help="Registered drafts: what is champion, and how it came about.")
-app.add_typer(registry_app, name="registry")
-
-ProfileOption = Annotated[str | None, typer.Option("--profile", "-p", help="default, a name in profiles/, or a YAML file.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", "-s", help="Override: section.key=value. Repeatable.")]
-DirOption = Annotated[Path | None, typer.Option("--dir", help="Folder of the step outputs; default runs/<profile>.")]
-
-
-@dataclass(frozen=True)
-class Invocation:
-    """What the global options said; commands add their own on top."""
-
-    root: Path | None
-    profile: str | None
-    overrides: tuple[str, ...]
+app.add_typer(dataset.app, name="dataset")
+app.add_typer(registry.app, name="registry")
+for command in (ablate, watch, doctor):
+    app.command()(command)
 
 
 @app.callback(invoke_without_command=True)
@@ -71,17 +55,6 @@ def _global(
     context.obj = Invocation(root, profile, tuple(overrides or ()))
 
 
-def _load(context: typer.Context, profile: str | None, overrides: list[str] | None) -> tuple[Config, Path, str]:
-    said: Invocation = context.obj
-    root = said.root.resolve() if said.root else project_root()
-    name = profile or said.profile or "default"
-    return load_config(root, name, (*said.overrides, *(overrides or ()))), root, name
-
-
-def _base(root: Path, config: Config, profile: str, given: Path | None) -> Path:
-    return given.resolve() if given else root / config.paths.runs / Path(profile).stem
-
-
 @app.command()
 def step(
     context: typer.Context,
@@ -94,8 +67,8 @@ def step(
     """Bring one step up to date. Example: eagle --profile tiny step dataset --dir runs/tiny"""
     from eagle.steps import run_step
 
-    config, root, chosen = _load(context, profile, overrides)
-    run_step(name, config, root, _base(root, config, chosen, folder), force=force)
+    config, root, chosen = load(context, profile, overrides)
+    run_step(name, config, root, base_folder(root, config, chosen, folder), force=force)
 
 
 @app.command()
@@ -103,8 +76,8 @@ def plan(context: typer.Context, folder: DirOption = None, profile: ProfileOptio
     """Show what a run would do, and why; starts nothing. Example: eagle --profile full plan"""
     from eagle.plan import make_plan
 
-    config, root, chosen = _load(context, profile, overrides)
-    base = _base(root, config, chosen, folder)
+    config, root, chosen = load(context, profile, overrides)
+    base = base_folder(root, config, chosen, folder)
     made = make_plan(config, root, base)
     table = Table(title=f"plan of profile '{chosen}' in {base}", title_justify="left")
     for column in ("step", "state", "why", "time", "disk"):
@@ -134,86 +107,18 @@ def bench(
     from eagle.bench.compare import available_methods, compare, find_sources
 
     said = [f"bench.batch_sizes=[{batches}]", f"bench.rounds={rounds}", "bench.temperatures=[0.0]"]
-    config, root, chosen = _load(context, profile, [*said, *(overrides or ())])
-    base = _base(root, config, chosen, folder)
+    config, root, chosen = load(context, profile, [*said, *(overrides or ())])
+    base = base_folder(root, config, chosen, folder)
     wanted = ",".join(available_methods(find_sources(base), base)) if methods is None else methods
-    config, root, _ = _load(context, profile, [*said, f"bench.methods=[{wanted}]", *(overrides or ())])
+    config, root, _ = load(context, profile, [*said, f"bench.methods=[{wanted}]", *(overrides or ())])
     done = compare(config, root, base, suite, prompts, out)
     say(f"bench: done -> {done}; next: eagle bench --suite load --dir {shlex.quote(str(base))}")
-
-
-@app.command()
-def ablate(
-    context: typer.Context,
-    folder: DirOption = None,
-    arms: Annotated[str | None, typer.Option("--arms", help="Comma-separated; default: all.")] = None,
-    seeds: Annotated[str | None, typer.Option("--seeds", help="Comma-separated; default: ablate.seeds.")] = None,
-    minutes: Annotated[float | None, typer.Option("--minutes", help="Training time per arm; default: ablate.minutes.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Output folder; default RUN/ablate.")] = None,
-    vllm: Annotated[bool, typer.Option("--vllm", help="Also count accepted tokens in vLLM.")] = False,
-    profile: ProfileOption = None,
-    overrides: SetOption = None,
-) -> None:
-    """Train and compare methods on a run's data set, with seeds. Example: eagle ablate --dir runs/default --arms exact,continued"""
-    from eagle.ablate.arms import DEFAULT, parse_arms
-    from eagle.ablate.run import Ablation
-    from eagle.ablate.run import ablate as run_ablation
-
-    chosen_arms = parse_arms(arms.split(",") if arms is not None else DEFAULT)
-    said = [*(overrides or ())]
-    given = [f"ablate.seeds=[{seeds}]"] if seeds is not None else []
-    given += [f"ablate.minutes={minutes}"] if minutes is not None else []
-    config, root, chosen = _load(context, profile, [*said, *given])
-    base = _base(root, config, chosen, folder)
-    typed: Invocation = context.obj
-    sets = [word for override in (*typed.overrides, *said) for word in ("--set", override)]
-    words = ("eagle", *(("--root", str(root)) if typed.root else ()), "--profile", chosen, *sets)
-    place = out.resolve() if out else base / "ablate"
-    text = run_ablation(Ablation(config, root, base, place, words, vllm), chosen_arms)
-    sys.stdout.write(text)
-    say(f"ablate: done -> {place}")
-
-
-@app.command()
-def watch(
-    context: typer.Context,
-    url: Annotated[str, typer.Argument(help="The vLLM server, for example http://127.0.0.1:8000")],
-    bundle: Annotated[Path | None, typer.Option("--bundle", help="The bundle it serves; default RUN/bundle/bundle.")] = None,
-    folder: DirOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Look once and exit with the status' code (for cron).")] = False,
-    event: Annotated[bool, typer.Option("--event", help="Send each change of the status to Prefect.")] = False,
-    state: Annotated[Path | None, typer.Option("--state", help="Where the evidence is kept; default .state/watch/.")] = None,
-    profile: ProfileOption = None,
-    overrides: SetOption = None,
-) -> None:
-    """Tell whether a served draft is still accepted as in its bundle: 0 healthy, 10 drifting, 11 degraded, 12 unreachable.
-
-    Example: eagle watch http://127.0.0.1:8000 --bundle runs/default/bundle/bundle --once
-    """
-    from eagle.bundle.reference import read_reference
-    from eagle.watch.display import Screen, next_step, status_line
-    from eagle.watch.run import EXIT_CODES, Watch, alone, default_state, event_hook
-
-    config, root, chosen = _load(context, profile, overrides)
-    served = bundle or _base(root, config, chosen, folder) / "bundle" / "bundle"
-    reference = read_reference(served)
-    path = state or default_state(root / config.paths.state / "watch", url)
-    with alone(path):
-        watched = Watch(url, reference, config.watch, path, event_hook(url, served) if event else None)
-        if watched.fresh:
-            say(f"watch: new evidence in {path} ({watched.fresh})")
-        if not once:
-            with Screen(watched) as screen:
-                watched.follow(screen.show)
-        watched.look()
-        sys.stdout.write("\n".join(filter(None, (status_line(watched), next_step(watched)))) + "\n")
-        raise typer.Exit(EXIT_CODES[watched.state.status])
 
 
 @app.command("config")
 def show_config(context: typer.Context, profile: ProfileOption = None, overrides: SetOption = None) -> None:
     """Print the effective configuration as YAML. Example: eagle --set draft.layers=1 config"""
-    config, _, _ = _load(context, profile, overrides)
+    config, _, _ = load(context, profile, overrides)
     sys.stdout.write(yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True))
 
 
@@ -222,7 +127,7 @@ def fetch_demo(context: typer.Context) -> None:
     """Convert the demo target (SmolLM2-135M-Instruct) from its installed package, once. Example: eagle target fetch-demo"""
     from eagle.target.demo import ensure_demo, verify_demo
 
-    config, root, _ = _load(context, None, None)
+    config, root, _ = load(context, None, None)
     folder = ensure_demo(root / config.paths.cache)
     verify_demo(folder)
     sys.stdout.write(f"{folder}\n")
@@ -241,92 +146,6 @@ def bundle_validate(
 
     report = check_bundle(path, target)
     sys.stdout.write(f"{report}\n")
-
-
-@dataset_app.command("from-traffic")
-def dataset_from_traffic(
-    context: typer.Context,
-    log: Annotated[Path, typer.Argument(help="Request log: JSONL of OpenAI bodies, bare or wrapped; may end in .gz.")],
-    out: Annotated[Path, typer.Option("--out", help="The prompt file to write.")],
-    opt_out: Annotated[
-        Path | None, typer.Option("--opt-out", help="File of user ids, or sha256 of user ids or prompts, one a line: never used.")
-    ] = None,
-    profile: ProfileOption = None,
-    overrides: SetOption = None,
-) -> None:
-    """Make prompts of a request log: sampled, masked, without duplicates. Settings: traffic.* in `eagle config`.
-
-    Example: eagle dataset from-traffic requests.jsonl --out prompts.jsonl --set traffic.retention_days=30
-    """
-    from eagle.traffic.collect import OptOut, collect, read_opt_out
-
-    config, _, _ = _load(context, profile, overrides)
-    report = collect(log, out, read_opt_out(opt_out) if opt_out else OptOut(), config, time.time())
-    table = Table("", "rows", title=f"prompts of {log.name}", title_justify="left")
-    for name, count in report.table():
-        table.add_row(name, str(count))
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
-    setting = shlex.quote(f"dataset.prompt_files=[{json.dumps(str(out.resolve()), ensure_ascii=False)}]")
-    sys.stdout.write(f"next: python -m flows.retrain --run-id traffic --set {setting}\n")
-
-
-def _said(move: Move) -> str:
-    return f"{move.at}  champion  version {move.previous or '-'} -> {move.version}  {move.kind}  {move.why}"
-
-
-@registry_app.command("history")
-def registry_history(context: typer.Context, profile: ProfileOption = None, overrides: SetOption = None) -> None:
-    """List the gate's decisions and the champion's moves, oldest first. Example: eagle registry history"""
-    from eagle.registry.client import open_store
-    from eagle.registry.promote import decisions, moves
-    from eagle.registry.step import model_name
-
-    config, root, _ = _load(context, profile, overrides)
-    store, model = open_store(config, root), model_name(config)
-    decided, moved = decisions(store, model), moves(store, model)
-    if not decided and not moved:
-        sys.stdout.write(f"no version of {model} is registered yet; next: make run\n")
-    for decision in decided:
-        failed = ", ".join(f"{r['name']} {r['value']} (bound {r['bound']})" for r in decision.reasons if not r["ok"])
-        sys.stdout.write(f"{decision.at}  gate  version {decision.version}  {decision.verdict}  {failed}\n")
-    for move in moved:
-        sys.stdout.write(f"{_said(move)}\n")
-
-
-@registry_app.command("promote")
-def registry_promote(
-    context: typer.Context,
-    version: Annotated[str, typer.Argument(help="The model version that becomes champion.")],
-    why: Annotated[str, typer.Option("--why", help="Kept in the history.")] = "",
-    force: Annotated[bool, typer.Option("--force", help="Also when the gate did not pass it.")] = False,
-    profile: ProfileOption = None,
-    overrides: SetOption = None,
-) -> None:
-    """Make a version champion. Example: eagle registry promote 3 --why 'shadow test passed'"""
-    from eagle.registry import promote as aliases
-    from eagle.registry.client import open_store
-    from eagle.registry.step import model_name
-
-    config, root, _ = _load(context, profile, overrides)
-    move = aliases.promote(open_store(config, root), model_name(config), version, why=why, force=force)
-    sys.stdout.write(f"{_said(move)}\n")
-
-
-@registry_app.command("rollback")
-def registry_rollback(
-    context: typer.Context,
-    why: Annotated[str, typer.Option("--why", help="Kept in the history.")] = "",
-    profile: ProfileOption = None,
-    overrides: SetOption = None,
-) -> None:
-    """Make the former champion champion again. Example: eagle registry rollback --why 'acceptance fell'"""
-    from eagle.registry import promote as aliases
-    from eagle.registry.client import open_store
-    from eagle.registry.step import model_name
-
-    config, root, _ = _load(context, profile, overrides)
-    move = aliases.rollback(open_store(config, root), model_name(config), why=why)
-    sys.stdout.write(f"{_said(move)}\n")
 
 
 def _private_environment() -> None:

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from eagle import manifest
 from eagle.config import Config, DistillConfig
 from eagle.errors import BusyError, ConfigError, StepFailed, closest
+from eagle.locks import holder, owned_lock
 from eagle.progress import say
 from eagle.target.resolve import target_fingerprint
 
@@ -217,7 +218,7 @@ def run_step(name: str, config: Config, root: Path, base: Path, *, force: bool =
     step = get_step(name)
     base.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(base / f"{name}.lock", timeout=0):
+        with owned_lock(base / f"{name}.lock"):
             mend(base, name)
             now = status(step, config, root, base)
             if now.up_to_date and not force:
@@ -231,7 +232,8 @@ def run_step(name: str, config: Config, root: Path, base: Path, *, force: bool =
             produce(base, name, now.parts, root, lambda out, work: step.load()(StepContext(config, root, inputs, out, work)))
             return True
     except Timeout:
-        raise BusyError(f"step {name}: another process is at work in {base} (lock {name}.lock); wait for it or stop it") from None
+        lock = base / f"{name}.lock"
+        raise BusyError(f"step {name}: {holder(lock)} is at work in {base} (lock {lock.name}); wait for it or stop it") from None
 
 
 def mend(base: Path, name: str) -> None:

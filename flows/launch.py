@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from eagle.config import Config
 from eagle.errors import BusyError, ConfigError, PreflightError
+from eagle.locks import holder, owned_lock
 from eagle.profiles import load_config, project_root
 from eagle.steps import CODE_ROOT, STEPS, status
 
@@ -80,11 +81,11 @@ def run_lock(launch: Launch) -> Iterator[None]:
     launch.base.mkdir(parents=True, exist_ok=True)
     path = launch.base / "run.lock"
     try:
-        with FileLock(path, timeout=0, is_singleton=True):
+        with owned_lock(path, shared_in_process=True):
             yield
     except Timeout:
         raise BusyError(
-            f"run '{launch.run_id}': another process is at work on it (lock {path}); wait for it, stop it or give another --run-id"
+            f"run '{launch.run_id}': {holder(path)} is at work on it (lock {path}); wait for it, stop it or give another --run-id"
         ) from None
 
 

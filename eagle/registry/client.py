@@ -27,6 +27,7 @@ from mlflow.exceptions import MlflowException
 from eagle import manifest
 from eagle.config import Config
 from eagle.errors import BusyError, PreflightError, StepFailed
+from eagle.locks import holder, owned_lock
 from eagle.signals import sigterm_raises
 
 BATCH = 100
@@ -49,10 +50,10 @@ class Store:
     def lock(self, timeout: float = LOCK_SECONDS) -> Iterator[None]:
         """Hold the registry's file lock: MLflow aliases have no compare-and-set. BusyError after `timeout` seconds."""
         try:
-            with FileLock(self.lock_path, timeout=timeout):
+            with owned_lock(self.lock_path, timeout):
                 yield
         except Timeout:
-            raise BusyError(f"registry: another process holds {self.lock_path}; wait for it or stop it") from None
+            raise BusyError(f"registry: {holder(self.lock_path)} holds {self.lock_path}; wait for it or stop it") from None
 
 
 def open_store(config: Config, root: Path) -> Store:
@@ -214,12 +215,13 @@ def log_dataset(store: Store, run_id: str, folder: Path, content_hash: str) -> N
     store.client.log_batch(run_id, tags=[RunTag("eagle.dataset", content_hash)])
 
 
-def upload_bundle(store: Store, run_id: str, folder: Path, expected: dict[str, str], scratch: Path) -> str:
-    """Upload a bundle folder and return its artifact URI once what comes back is byte for byte `expected`.
+def upload_bundle(store: Store, run_id: str, folder: Path, mlmodel: Path, expected: dict[str, str], scratch: Path) -> str:
+    """Upload a bundle folder, with its MLmodel file, and return its artifact URI once what comes back is byte for byte `expected`.
 
     expected: {path below the folder: sha256}. The files are fetched again into `scratch` (removed after) and hashed.
     Raises StepFailed, naming the file, when one is missing, extra or altered.
     """
+    store.client.log_artifact(run_id, str(mlmodel), BUNDLE)
     store.client.log_artifacts(run_id, str(folder), BUNDLE)
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -276,3 +278,12 @@ def set_alias(store: Store, model: str, alias: str, version: str) -> None:
     now = by_alias(store, model, alias)
     if now is None or str(now.version) != version:
         raise StepFailed(f"registry: alias '{alias}' of {model} points to version {now and now.version}, not {version}; run again")
+
+
+def drop_alias(store: Store, model: str, alias: str) -> None:
+    """Remove `alias` if it is there, and read that back; StepFailed when another writer set it meanwhile."""
+    if by_alias(store, model, alias) is None:
+        return
+    store.client.delete_registered_model_alias(model, alias)
+    if by_alias(store, model, alias) is not None:
+        raise StepFailed(f"registry: alias '{alias}' of {model} was set again by another writer; run again")

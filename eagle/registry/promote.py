@@ -1,12 +1,15 @@
 """Alias moves and their history. Every move of `champion` happens under the registry's lock and is written down.
 
 MLflow keeps no history of aliases, so each move is one tag of the registered model, `eagle.move.000001` and on,
-holding JSON. What the gate said of a version is kept as tags of that version.
+holding JSON. What the gate said of a version is kept as tags of that version. The alias `previous` follows each move:
+it is the version that `rollback` would make champion, and is absent when there is none.
 """
 
 from __future__ import annotations
 
+import getpass
 import json
+import socket
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -17,23 +20,27 @@ from mlflow.exceptions import MlflowException
 from eagle import manifest
 from eagle.config import GateConfig
 from eagle.errors import ConfigError, GateRejected, StepFailed
-from eagle.registry.client import Store, by_alias, set_alias
+from eagle.registry.client import Store, by_alias, drop_alias, set_alias
 from eagle.registry.gate import Candidate, Verdict, evaluate
+from eagle.registry.lineage import CANDIDATE, DECIDED, REASONS, VERDICT
 
 CHAMPION = "champion"
 CHALLENGER = "challenger"
+PREVIOUS = "previous"
+READY = "READY"
 MOVE = "eagle.move."
 
 
 @dataclass(frozen=True)
 class Move:
-    """One move of the alias `champion`: from `previous` (None for the first) to `version`, when and why."""
+    """One move of the alias `champion`: from `previous` (None for the first) to `version`, when, why and by whom."""
 
     version: str
     previous: str | None
     kind: Literal["gate", "manual", "forced", "rollback", "outside"]
     why: str
     at: str
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,15 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def author() -> str:
+    """Return `user@host` of this process; the user's number where it has no name (containers)."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
 class ChampionMoved(StepFailed):
     """Another process moved the alias `champion` while a candidate was being compared with its former holder."""
 
@@ -67,7 +83,7 @@ class Champion:
 
 def recorded_candidate(version: ModelVersion) -> Candidate:
     """Return the figures recorded with a version when it was registered; StepFailed when it was not registered by this product."""
-    text = version.tags.get("eagle.candidate")
+    text = version.tags.get(CANDIDATE)
     if text is None:
         raise StepFailed(
             f"registry: {version.name} version {version.version} is champion but was not registered by this product, so there is "
@@ -88,31 +104,42 @@ def decide(store: Store, model: str, version: str, candidate: Candidate, gate: G
             raise ChampionMoved(f"registry: version {previous} of {model} became champion meanwhile; run: eagle step register")
         verdict = evaluate(candidate, against.figures if against else None, gate)
         record = {
-            "eagle.verdict": verdict.word,
-            "eagle.reasons": manifest.canonical([asdict(reason) for reason in verdict.reasons]),
+            VERDICT: verdict.word,
+            REASONS: manifest.canonical([asdict(reason) for reason in verdict.reasons]),
             "eagle.previous_champion": previous or "",
-            "eagle.decided_at": now(),
+            DECIDED: now(),
         }
         for key, value in record.items():
             store.client.set_model_version_tag(model, version, key, value)
         if verdict.passed:
-            _move(store, model, Move(version, previous, "gate", "; ".join(r.line() for r in verdict.reasons), now()))
+            why = "; ".join(reason.line() for reason in verdict.reasons)
+            _move(store, model, Move(version, previous, "gate", why, now(), author()))
     return verdict
 
 
 def promote(store: Store, model: str, version: str, *, why: str = "", force: bool = False) -> Move:
-    """Move `champion` to `version` by hand. A version that the gate rejected or never judged needs `force`, which is recorded.
+    """Move `champion` to `version` by hand. One that the gate rejected or never judged needs `force` and `why`; both are kept.
 
-    Raises ConfigError when there is no such version, GateRejected when it did not pass and `force` is off.
+    Raises ConfigError when there is no such version, it is champion already or a forced move has no `why`, GateRejected
+    when it did not pass and `force` is off, StepFailed when its upload never ended (status not READY).
     """
     with store.lock():
         target = get_version(store, model, version)
-        verdict = target.tags.get("eagle.verdict", "none")
+        verdict = target.tags.get(VERDICT, "none")
         if verdict != "passed" and not force:
-            raise GateRejected(f"registry: {model} version {version} has the verdict '{verdict}'; see its reasons, or force it")
+            raise GateRejected(
+                f"registry: {model} version {version} has the verdict '{verdict}'; its reasons: eagle registry show {version}; "
+                "to promote it all the same: --force --why '...'"
+            )
+        if verdict != "passed" and not why.strip():
+            raise ConfigError(f"registry: version {version} has the verdict '{verdict}': a forced promotion needs --why '...'")
+        if target.status != READY:
+            raise StepFailed(f"registry: {model} version {version} is {target.status}, not {READY}; run: eagle doctor --fix")
         champion = by_alias(store, model, CHAMPION)
         previous = None if champion is None else str(champion.version)
-        return _move(store, model, Move(version, previous, "manual" if verdict == "passed" else "forced", why, now()))
+        if previous == version:
+            raise ConfigError(f"registry: {model} version {version} is champion already")
+        return _move(store, model, Move(version, previous, "manual" if verdict == "passed" else "forced", why, now(), author()))
 
 
 def rollback(store: Store, model: str, *, why: str = "") -> Move:
@@ -125,7 +152,7 @@ def rollback(store: Store, model: str, *, why: str = "") -> Move:
         if len(stack) < 2:
             raise StepFailed(f"registry: {model} has no earlier champion to go back to")
         get_version(store, model, stack[-2])
-        return _move(store, model, Move(stack[-2], stack[-1], "rollback", why, now()))
+        return _move(store, model, Move(stack[-2], stack[-1], "rollback", why, now(), author()))
 
 
 def champion_stack(history: list[Move]) -> list[str]:
@@ -146,7 +173,7 @@ def get_version(store: Store, model: str, version: str) -> ModelVersion:
     except MlflowException as error:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
-        raise ConfigError(f"registry: no version '{version}' of model '{model}'; `eagle registry history` lists them") from None
+        raise ConfigError(f"registry: no version '{version}' of model '{model}'; `eagle registry list` lists them") from None
 
 
 def moves(store: Store, model: str) -> list[Move]:
@@ -167,8 +194,8 @@ def decisions(store: Store, model: str) -> list[Decision]:
         tags = version.tags
         found.append(
             Decision(
-                str(version.version), tags.get("eagle.verdict", "none"), json.loads(tags.get("eagle.reasons", "[]")),
-                tags.get("eagle.previous_champion") or None, tags.get("eagle.decided_at", ""), version.run_id or "",
+                str(version.version), tags.get(VERDICT, "none"), json.loads(tags.get(REASONS, "[]")),
+                tags.get("eagle.previous_champion") or None, tags.get(DECIDED, ""), version.run_id or "",
             )
         )
     return sorted(found, key=lambda decision: int(decision.version))
@@ -193,4 +220,25 @@ def _record(store: Store, model: str, history: list[Move], move: Move) -> Move:
 def _move(store: Store, model: str, move: Move) -> Move:
     history = _settled_moves(store, model)
     set_alias(store, model, CHAMPION, move.version)
-    return _record(store, model, history, move)
+    _record(store, model, history, move)
+    _point_previous(store, model, champion_stack([*history, move]))
+    return move
+
+
+def _point_previous(store: Store, model: str, stack: list[str]) -> None:
+    if len(stack) > 1:
+        set_alias(store, model, PREVIOUS, stack[-2])
+    else:
+        drop_alias(store, model, PREVIOUS)
+
+
+def previous_of(store: Store, model: str) -> str | None:
+    """Return the version that the recorded moves make `previous`, whatever the alias says."""
+    stack = champion_stack(moves(store, model))
+    return stack[-2] if len(stack) > 1 else None
+
+
+def settle(store: Store, model: str) -> None:
+    """Write down a move made elsewhere and point `previous` where the moves say, as after a crash within a move."""
+    with store.lock():
+        _point_previous(store, model, champion_stack(_settled_moves(store, model)))

@@ -37,9 +37,11 @@ from eagle.registry.client import (
     upload_bundle,
 )
 from eagle.registry.gate import Candidate, Verdict
+from eagle.registry.lineage import VERDICT, read_manifest, run_tags, version_tags
+from eagle.registry.mlmodel import write_mlmodel
 from eagle.serve.command import serve_command, serve_line
 from eagle.steps import StepContext, get_step, key_parts
-from eagle.target.resolve import DEMO_NAME, local_target, target_fingerprint
+from eagle.target.resolve import DEMO_NAME, local_target
 from eagle.target.vllm import find_vllm
 
 REGISTRATION = "registration.json"
@@ -69,23 +71,19 @@ def run(context: StepContext) -> dict[str, Any]:
     at = place(context.out.parent.resolve())
     for stale in close_stale_runs(store, key, at):
         say(f"register: closed run {stale}, which an earlier attempt had left open")
-    tags = _tags(context, key, at)
+    bench = _read(context.inputs["bench"] / manifest.METRICS)
+    tags = run_tags(context, key, at)
     with tracked_run(store, f"{model} {key[:8]}", tags) as run_id:
         _log_figures(store, run_id, context)
-        source = upload_bundle(store, run_id, bundle, expected, context.work / "verify")
-        version = create_version(
-            store, model, source, run_id,
-            {
-                "eagle.verdict": "pending",
-                "eagle.candidate": manifest.canonical(candidate.to_dict()),
-                "eagle.bundle": manifest.hash_json(sorted(expected.items())),
-                **{name: tags[name] for name in ("eagle.target", "eagle.dataset", "eagle.git") if name in tags},
-            },
-        )
+        mlmodel = write_mlmodel(context.work, expected, _served_target(context), config.bundle.draft_tokens)
+        files = expected | {mlmodel.name: manifest.hash_file(mlmodel)}
+        source = upload_bundle(store, run_id, bundle, mlmodel, files, context.work / "verify")
+        described = version_tags(tags, candidate, bench, validation, expected, files)
+        version = create_version(store, model, source, run_id, described)
         set_alias(store, model, promote.CHALLENGER, version)
         verdict = _decide(store, model, version, candidate, context)
         store.client.log_batch(
-            run_id, tags=[RunTag("eagle.verdict", verdict.word), RunTag("eagle.model", model), RunTag("eagle.version", version)]
+            run_id, tags=[RunTag(VERDICT, verdict.word), RunTag("eagle.model", model), RunTag("eagle.version", version)]
         )
     _report(context, store, model, version, run_id, source, verdict)
     return {
@@ -121,7 +119,7 @@ def read_candidate(inputs: dict[str, Path], validation: dict[str, Any]) -> Candi
 def _measured_on(folder: Path, validation: dict[str, Any]) -> str:
     """Return the digest of the prompts, the decoding settings and the target behind the acceptance length."""
     settings = [_field(validation, name, "validation.json") for name in ("prompt_ids", "draft_tokens", "max_new_tokens")]
-    return manifest.hash_json([*settings, _manifest(folder)["parts"]["extra"]["target"]])
+    return manifest.hash_json([*settings, read_manifest(folder)["parts"]["extra"]["target"]])
 
 
 def _decide(store: Store, model: str, version: str, candidate: Candidate, context: StepContext) -> Verdict:
@@ -151,7 +149,7 @@ def _comparable_champion(store: Store, model: str, candidate: Candidate, context
 
 def _bundle_hashes(folder: Path) -> dict[str, str]:
     """Return {path below bundle/: sha256} from the bundle step's manifest; StepFailed when the files are not those."""
-    found = _manifest(folder)
+    found = read_manifest(folder)
     altered = manifest.altered_file(folder, found)
     if altered:
         raise StepFailed(f"register: {folder / altered} is not the file that the bundle step wrote; run: eagle step bundle --force")
@@ -164,7 +162,7 @@ def _bundle_hashes(folder: Path) -> dict[str, str]:
 
 def _log_figures(store: Store, run_id: str, context: StepContext) -> None:
     log_params(store, run_id, context.config.model_dump(mode="json", by_alias=True))
-    log_dataset(store, run_id, context.inputs["dataset"], _manifest(context.inputs["dataset"])["content_hash"])
+    log_dataset(store, run_id, context.inputs["dataset"], read_manifest(context.inputs["dataset"])["content_hash"])
     for name, folder in context.inputs.items():
         log_metrics(store, run_id, _read(folder / manifest.METRICS), f"{name}.")
         if (folder / CURVES).is_file():
@@ -191,20 +189,6 @@ def curves(value: Any, prefix: str) -> Iterator[tuple[str, list[dict[str, Any]]]
             return
         for name, part in value.items():
             yield from curves(part, f"{prefix}.{name}")
-
-
-def _tags(context: StepContext, key: str, at: str) -> dict[str, str]:
-    git = manifest.git_state(context.root)
-    tags = {
-        "eagle.key": key,
-        "eagle.place": at,
-        "eagle.target": target_fingerprint(context.config.target, context.root, context.cache),
-        "eagle.dataset": _manifest(context.inputs["dataset"])["content_hash"],
-        "eagle.versions": manifest.canonical(manifest.versions()),
-    }
-    if git["sha"]:
-        tags |= {"eagle.git": git["sha"], "eagle.git_dirty": str(git["dirty"]).lower(), "mlflow.source.git.commit": git["sha"]}
-    return tags
 
 
 def _report(
@@ -235,17 +219,14 @@ def _serve_line(context: StepContext, source: str) -> str:
     """Return the serve command, as a line for a shell, of the registered files where they lie on this disk, else of the step's."""
     parsed = urlparse(source)
     bundle = Path(url2pathname(parsed.path)) if parsed.scheme == "file" else context.inputs["bundle"].resolve() / "bundle"
-    config, root = context.config, context.root
-    target = local_target(config.target, root, context.cache)
-    served = target.resolve() if target else config.target.model
-    return serve_line(serve_command(bundle, served, find_vllm(config.vllm, root), config, config.bundle.draft_tokens))
+    config, target = context.config, _served_target(context)
+    return serve_line(serve_command(bundle, target, find_vllm(config.vllm, context.root), config, config.bundle.draft_tokens))
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    found = manifest.read_manifest(folder)
-    if found is None:
-        raise StepFailed(f"register: no readable manifest in {folder}; run: eagle step {folder.name} --dir {folder.parent}")
-    return found
+def _served_target(context: StepContext) -> str:
+    """Return the target's folder on this machine, or its hub name."""
+    target = local_target(context.config.target, context.root, context.cache)
+    return str(target.resolve()) if target else context.config.target.model
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def write_output(name: str, out: Path, said: dict[str, Any] | None = None) -> di
         validation: dict[str, Any] = {"validated": validated}
         if validated:
             figures = {"acceptance_length": acceptance, "equal_tokens": 1.0, "draft_tokens": 3, "max_new_tokens": 64}
-            validation |= figures | {"prompt_ids": [said.get("prompts", "a")]}
+            validation |= figures | {"prompt_ids": [said.get("prompts", "a")], "vllm_version": "0.0-fake"}
         manifest.write_json(out / "validation.json", validation)
         return {"acceptance_length": acceptance, "validated": validated}
     return {"ok": True}

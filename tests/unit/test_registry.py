@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -74,6 +75,11 @@ def store_of(root: Path) -> Store:
     return open_store(load_config(root), root)
 
 
+def aliased(store: Store, *aliases: str) -> list[str | None]:
+    found = [by_alias(store, MODEL, alias) for alias in aliases]
+    return [None if version is None else str(version.version) for version in found]
+
+
 def runs(store: Store) -> dict[str, str]:
     return {run.info.run_id: run.info.status for run in store.client.search_runs([store.experiment_id])}
 
@@ -87,10 +93,17 @@ def test_first_model_becomes_champion_and_downloads_whole(root: Path, tmp_path: 
     source = manifest.list_files(root / "runs" / "r" / "bundle" / "bundle")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.uri)
     by_models_uri = Path(download_artifacts(artifact_uri=made["uri"], dst_path=str(tmp_path / "down")))
-    assert manifest.list_files(by_models_uri) == source
+    assert own_files(by_models_uri) == source
     champion = by_alias(store, MODEL, "champion")
     assert champion is not None
-    assert manifest.list_files(fetch_version(store, champion, tmp_path / "down again")) == source
+    assert own_files(fetch_version(store, champion, tmp_path / "down again")) == source
+
+
+def own_files(folder: Path) -> list[dict[str, Any]]:
+    """The registered files but MLmodel, which registering adds, and MLflow's own note of where it was fetched from."""
+    files = manifest.list_files(folder)
+    assert "MLmodel" in {f["path"] for f in files}
+    return [f for f in files if f["path"] not in ("MLmodel", "registered_model_meta")]
 
 
 def test_the_run_holds_params_metrics_curves_dataset_tags_and_evidence(root: Path) -> None:
@@ -158,7 +171,7 @@ def test_a_champion_that_moves_meanwhile_is_the_one_compared_with(root: Path, mo
 
     def slow(store: Store, model: str, *rest: Any) -> Any:
         if not moved:
-            moved.append(promote.promote(store, model, "2", force=True).version)
+            moved.append(promote.promote(store, model, "2", why="trial", force=True).version)
             store.client.set_model_version_tag(model, "2", "eagle.candidate", manifest.canonical(strong.to_dict()))
         return real(store, model, *rest)
 
@@ -259,10 +272,17 @@ def test_manual_promotion_needs_the_gate_or_force_and_rollback_goes_back(root: P
         promote.promote(store, MODEL, "2")
     with pytest.raises(ConfigError, match="version '9'"):
         promote.promote(store, MODEL, "9")
+    with pytest.raises(ConfigError, match="needs --why"):
+        promote.promote(store, MODEL, "2", why=" ", force=True)
+    with pytest.raises(ConfigError, match="champion already"):
+        promote.promote(store, MODEL, "3")
+    assert aliased(store, "champion", "previous") == ["3", "1"]
     forced = promote.promote(store, MODEL, "2", why="trial", force=True)
     assert (forced.kind, forced.previous) == ("forced", "3")
-    back = [promote.rollback(store, MODEL).version for _ in range(2)]
-    assert back == ["3", "1"]
+    assert "@" in forced.by
+    assert aliased(store, "champion", "previous") == ["2", "3"]
+    back = [(promote.rollback(store, MODEL).version, aliased(store, "previous")) for _ in range(2)]
+    assert back == [("3", ["1"]), ("1", [None])]
     with pytest.raises(StepFailed, match="no earlier champion"):
         promote.rollback(store, MODEL)
     champion = by_alias(store, MODEL, "champion")
@@ -278,6 +298,44 @@ def test_an_alias_moved_elsewhere_enters_the_history(root: Path) -> None:
     store.client.set_registered_model_alias(MODEL, "champion", "2")
     assert promote.rollback(store, MODEL).version == "1"
     assert [(m.kind, m.version) for m in promote.moves(store, MODEL)] == [("gate", "1"), ("outside", "2"), ("rollback", "1")]
+
+
+def test_a_crash_within_a_move_is_settled(root: Path) -> None:
+    registered(root, acceptance=2.0)
+    registered(root, acceptance=1.5)
+    store = store_of(root)
+    store.client.set_registered_model_alias(MODEL, "champion", "2")  # and then the power went off
+    promote.settle(store, MODEL)
+    assert aliased(store, "champion", "previous") == ["2", "1"]
+    store.client.set_registered_model_alias(MODEL, "previous", "2")
+    promote.settle(store, MODEL)
+    assert aliased(store, "previous") == [promote.previous_of(store, MODEL)] == ["1"]
+    assert [m.kind for m in promote.moves(store, MODEL)] == ["gate", "outside"]
+
+
+def test_a_version_says_what_it_was_made_from_and_measured_at(root: Path) -> None:
+    registered(root, acceptance=1.75)
+    tags = store_of(root).client.get_model_version(MODEL, "1").tags
+    found = {name: manifest.read_manifest(root / "runs" / "r" / name) for name in INPUTS}
+    assert json.loads(tags["eagle.inputs"]) == {name: made["content_hash"] for name, made in found.items() if made}
+    assert (tags["eagle.acceptance_length"], json.loads(tags["eagle.speedup"])) == ("1.75", {"b1": 1.1})
+    files = {f["path"]: f["sha256"] for f in manifest.list_files(root / "runs" / "r" / "bundle" / "bundle")}
+    assert files.items() <= json.loads(tags["eagle.files"]).items()
+    assert tags["eagle.target"].startswith("folder:")
+    assert tags["eagle.vllm"] == "0.0-fake"
+    assert {r["name"] for r in json.loads(tags["eagle.reasons"])} >= {"acceptance_length", "equal_tokens"}
+
+
+def test_a_version_whose_upload_never_ended_is_not_promoted_even_by_force(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered(root, acceptance=2.0)
+    registered(root, acceptance=1.5)
+    store = store_of(root)
+    pending = store.client.get_model_version(MODEL, "2")
+    pending._status = "PENDING_REGISTRATION"
+    monkeypatch.setattr(promote, "get_version", lambda *_: pending)
+    with pytest.raises(StepFailed, match="PENDING_REGISTRATION"):
+        promote.promote(store, MODEL, "2", why="trial", force=True)
+    assert aliased(store, "champion") == ["1"]
 
 
 def test_the_lock_is_respected(root: Path) -> None:
