@@ -40,9 +40,9 @@ class Launch:
     num_warps: int = 4
 
 
-def default_launch(rows: int) -> Launch:
-    """Return the launch for `rows` rows: 32 a program spill with 4 warps when drawing (`aot` shows it)."""
-    return Launch() if rows <= 16 else Launch(rows=32, num_warps=8)
+def default_launch(rows: int, drawing: bool) -> Launch:
+    """Return the launch for `rows` rows. 32 rows a program spill with 4 warps when drawing, with 8 when not (`aot` shows it)."""
+    return Launch() if rows <= 16 else Launch(rows=32, num_warps=8 if drawing else 4)
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def specimens() -> list[Specimen]:
             for rows in (16, 32):
                 types = partial | {"x_ptr": f"*{short}", "weight_ptr": f"*{short}", "temperature_ptr": "*fp32"}
                 types |= {"seed_ptr": "*i64", "position_ptr": "*i64"} | dict.fromkeys(("step", "rows", "vocab", "hidden"), "i32")
-                launch = default_launch(rows)
+                launch = default_launch(rows, sample)
                 constants = {"SAMPLE": sample, "ROWS": rows, "TOKENS": launch.tokens, "DEPTH": launch.depth, "PRECISION": precision}
                 found.append(Specimen(sample_head_kernel, 4096, short, types, constants, launch.num_warps))
         types = partial | {"temperature_ptr": "*fp32", "ids_ptr": "*i64", "out_ptr": "*i64", "log_q_ptr": "*fp32"}
@@ -190,9 +190,9 @@ def sample_head(
         reason = "temperatures and seeds belong together"
     if reason is not None:
         raise ValueError(f"sample_head: {reason}")
-    launch = launch or default_launch(rows)
-    programs = min(launch.programs, triton.cdiv(len(weight), launch.tokens), MAX_PROGRAMS)
     device, sample = x.device, temperature is not None
+    launch = launch or default_launch(rows, sample)
+    programs = min(launch.programs, triton.cdiv(len(weight), launch.tokens), MAX_PROGRAMS)
     best, token = torch.empty(2, programs, rows, dtype=torch.int32, device=device).unbind(0)
     logit, top, mass = torch.empty(3, programs, rows, dtype=torch.float32, device=device).unbind(0)
     out = torch.empty(rows, dtype=torch.int64, device=device) if out is None else out
