@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels import launching
 from kernels.aot import Specimen
 
 NAME = "add_rms_norm"
@@ -173,7 +174,8 @@ def _forward(
     rows = x.numel() // hidden
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
-        forward_kernel[(triton.cdiv(rows, launch.rows),)](
+        launching.launch(
+            forward_kernel, (triton.cdiv(rows, launch.rows),),
             x, x if residual is None else residual, weight.contiguous(), normed, total, scale, rows, hidden, eps,
             HAS_RESIDUAL=residual is not None, ROWS=launch.rows, BLOCK=triton.next_power_of_2(hidden), num_warps=launch.num_warps,
         )  # fmt: skip
@@ -192,7 +194,8 @@ def _backward(
     if rows:
         grad_normed = grad_normed.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
-        backward_kernel[(programs,)](
+        launching.launch(
+            backward_kernel, (programs,),
             total, scale, weight.contiguous(), grad_normed, grad_normed if grad_total is None else grad_total, grad_sum, partial,
             rows, hidden, HAS_TOTAL=grad_total is not None, ROWS=launch.rows, BLOCK=triton.next_power_of_2(hidden),
             num_warps=launch.num_warps,

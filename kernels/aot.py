@@ -26,7 +26,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-OPERATIONS = ("add_rms_norm", "rejection")
+OPERATIONS = (
+    "add_rms_norm", "rejection", "input_norm", "rope_cache", "cached_attention", "silu_mul", "sample_head", "overlap_loss",
+)  # fmt: skip
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -34,8 +36,8 @@ USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 class Specimen:
     """One kernel with the types and constants that it is compiled with.
 
-    `types` maps argument names to Triton's type names ('*bf16', 'i32'); pointers and `hidden` are taken as multiples of 16,
-    as the just-in-time compiler finds them in practice.
+    `types` maps argument names to Triton's type names ('*bf16', 'i32'); pointers and the arguments `aligned` are taken as
+    multiples of 16, as the just-in-time compiler finds them in practice.
     """
 
     kernel: Any
@@ -44,6 +46,7 @@ class Specimen:
     types: dict[str, str]
     constants: dict[str, Any]
     num_warps: int
+    aligned: tuple[str, ...] = ("hidden",)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def compile_specimen(op: str, specimen: Specimen, target: int) -> Report:
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if signature[name].startswith("*") or name == "hidden"
+        if signature[name].startswith("*") or name in specimen.aligned
     }
     head = (op, specimen.kernel.__name__, target, specimen.hidden, specimen.dtype, specimen.num_warps)
     try:

@@ -6,6 +6,7 @@ compiler fuses it by itself.
 
 Triton is switched off by EAGLE_KERNELS=reference in the environment (read once, at import), by the argument
 `backend="reference"` of a call, or for a stretch of code by `with using(backend="reference"):` (this thread or task only).
+"triton" takes the kernels whatever the device: in Triton's interpreter, or to count launches (`kernels.launches`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from kernels import eager, reference
 if TYPE_CHECKING:
     from kernels.add_rms_norm import Launch
 
-Backend = Literal["auto", "reference"]
+Backend = Literal["auto", "reference", "triton"]
 VARIABLE = "EAGLE_KERNELS"
 log = logging.getLogger(__name__)
 
@@ -83,17 +84,11 @@ def add_rms_norm(
     """
     if torch.compiler.is_compiling():
         return reference.add_rms_norm(x, residual, weight, eps)
-    if x.is_cuda:
-        settings = _settings.get()
-        if (backend or settings.backend) == "auto":
-            kernel = _kernel("add_rms_norm")
-            if kernel is not None:
-                reason = kernel.supports(x, residual, weight)
-                if reason is None:
-                    launch = settings.launches.get(("add_rms_norm", x.shape[-1], str(x.dtype).removeprefix("torch.")))
-                    result: tuple[Tensor, Tensor] = kernel.add_rms_norm(x, residual, weight, eps, launch=launch)
-                    return result
-                _say_once(f"add_rms_norm: {reason}; the eager form runs")
+    kernel = kernel_for("add_rms_norm", x, lambda module: module.supports(x, residual, weight), backend)
+    if kernel is not None:
+        launch = _settings.get().launches.get(("add_rms_norm", x.shape[-1], str(x.dtype).removeprefix("torch.")))
+        result: tuple[Tensor, Tensor] = kernel.add_rms_norm(x, residual, weight, eps, launch=launch)
+        return result
     return eager.add_rms_norm(x, residual, weight, eps)
 
 
@@ -106,15 +101,93 @@ def rejection(
     Kernel and eager form add in different orders: where a uniform is within float64 rounding of the edge between two
     tokens, they may return either.
     """
-    if p.is_cuda and not torch.compiler.is_compiling() and (backend or _settings.get().backend) == "auto":
-        kernel = _kernel("rejection")
-        if kernel is not None:
-            reason = kernel.supports(draft, q_chosen, q, p)
-            if reason is None:
-                result: tuple[Tensor, Tensor] = kernel.rejection(draft, q_chosen, q, p, ids, accept_uniform, token_uniform)
-                return result
-            _say_once(f"rejection: {reason}; the eager form runs")
+    kernel = kernel_for("rejection", p, lambda module: module.supports(draft, q_chosen, q, p), backend)
+    if kernel is not None:
+        result: tuple[Tensor, Tensor] = kernel.rejection(draft, q_chosen, q, p, ids, accept_uniform, token_uniform)
+        return result
     return eager.rejection(draft, q_chosen, q, p, ids, accept_uniform, token_uniform)
+
+
+def input_norm(
+    tokens: Tensor, embed: Tensor, hidden: Tensor, embed_weight: Tensor, hidden_weight: Tensor, eps: float, normed_residual: bool
+) -> tuple[Tensor, Tensor]:
+    """The input (y [N, 2H], residual [N, H]) of a draft's first layer; see `reference.input_norm`. No gradient."""
+    kernel = kernel_for("input_norm", hidden, lambda module: module.supports(embed, hidden, embed_weight, hidden_weight))
+    form = reference if kernel is None else kernel
+    result: tuple[Tensor, Tensor] = form.input_norm(tokens, embed, hidden, embed_weight, hidden_weight, eps, normed_residual)
+    return result
+
+
+def feature_norms(features: Tensor, weights: Tensor, eps: float) -> Tensor:
+    """Each of A tapped states normed by its own weight, [..., A*H]; see `reference.feature_norms`. No gradient."""
+    kernel = kernel_for("input_norm", features, lambda module: module.supports(features, weights))
+    result: Tensor = (reference if kernel is None else kernel).feature_norms(features, weights, eps)
+    return result
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2I], gate first; see `reference.silu_mul`. Differentiable once."""
+    kernel = kernel_for("silu_mul", gate_up, lambda module: module.supports(gate_up))
+    result: Tensor = (reference if kernel is None else kernel).silu_mul(gate_up)
+    return result
+
+
+def rope_cache(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, table: Tensor, heads: int, step: int = 0
+) -> Tensor:
+    """Turn q and k, write k and v into the cache at positions + step, return q; see `reference.rope_cache`. No gradient."""
+    kernel = kernel_for("rope_cache", qkv, lambda module: module.supports(qkv, keys))
+    if kernel is None:
+        return reference.rope_cache(qkv, cos, sin, positions + step, keys, values, table, heads)
+    result: Tensor = kernel.rope_cache(qkv, cos, sin, positions, keys, values, table, heads, step)
+    return result
+
+
+def cached_attention(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, positions: Tensor, scale: float, step: int = 0
+) -> Tensor:
+    """One query a row over its positions 0..position + step in the cache; see `reference.cached_attention`. No gradient."""
+    kernel = kernel_for("cached_attention", q, lambda module: module.supports(q, keys))
+    if kernel is None:
+        return reference.cached_attention(q, keys, values, table, positions + step, scale)
+    result: Tensor = kernel.cached_attention(q, keys, values, table, positions, scale, step)
+    return result
+
+
+def sample_head(
+    x: Tensor, weight: Tensor, ids: Tensor | None, temperature: Tensor | None, seeds: Tensor | None, positions: Tensor,
+    step: int = 0, *, out: Tensor,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Write each row's draft token to out [n] and return (out, log q); see `reference.sample_head`. No gradient."""
+    kernel = kernel_for("sample_head", x, lambda module: module.supports(x, weight))
+    if kernel is None:
+        token, log_q = reference.sample_head(x, weight, ids, temperature, seeds, positions + step)
+        return out.copy_(token), log_q
+    result: tuple[Tensor, Tensor | None] = kernel.sample_head(x, weight, ids, temperature, seeds, positions, step, out=out)
+    return result
+
+
+def takes_kernels(tensor: Tensor, backend: Backend | None = None) -> bool:
+    """Whether operations on `tensor` go to Triton kernels, as far as the device and the settings say."""
+    backend = backend or _settings.get().backend
+    return not torch.compiler.is_compiling() and (backend == "triton" or (backend == "auto" and tensor.is_cuda))
+
+
+def kernel_for(
+    name: str, tensor: Tensor, why_not: Callable[[Any], str | None], backend: Backend | None = None
+) -> Any | None:
+    """Return the module of kernel `name` for an operation on `tensor`, or None where the eager form has to run.
+
+    `why_not(module)` says why the module does not take these tensors (None: it does); a reason is logged once.
+    """
+    if not takes_kernels(tensor, backend):
+        return None
+    module = _kernel(name)
+    reason = None if module is None else why_not(module)
+    if reason is None:
+        return module
+    _say_once(f"{name}: {reason}; the eager form runs")
+    return None
 
 
 @functools.cache

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import launching
 from kernels.aot import Specimen
 
 NAME = "rejection"
@@ -146,7 +147,8 @@ def rejection(
     if q is not None and ids is not None:
         place = torch.full((vocab,), -1, dtype=torch.int32, device=p.device)
         place.index_copy_(0, ids, torch.arange(len(ids), dtype=torch.int32, device=p.device))
-    rejection_kernel[(count,)](
+    launching.launch(
+        rejection_kernel, (count,),
         draft.contiguous(), q_chosen.contiguous(), p if q is None else q.contiguous(), place, p,
         accept_uniform.double().contiguous(), token_uniform.double().contiguous(), accepted, following,
         length, width, token_uniform.shape[1], vocab, 0 if q is None else q.shape[2],

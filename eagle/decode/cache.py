@@ -77,6 +77,12 @@ class KeyValueStore:
         """Bytes of the whole store, at its maximum length and batch."""
         return self._memory.numel() * self._memory.element_size()
 
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """Keys and values themselves, [layers, batch, max_length, kv_heads, head_dim]; for code that places entries by itself."""
+        keys, values = self._memory.unbind(0)
+        return keys, values
+
     def plan(self, starts: list[int], width: int, rows: list[int] | None = None, branches: Branches | None = None) -> Tensor:
         """Prepare a forward over `width` tokens per row; row `rows[i]` (default: i) is written from place `starts[i]` on.
 

@@ -12,7 +12,7 @@ left there. From the second step on the hidden state is the draft's own, one pos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -25,7 +25,9 @@ from eagle.decode.proposal import MAX_DRAFT_TOKENS, Drafter, Draws, Proposal
 from eagle.decode.sampling import distribution
 from eagle.decode.verify import draw
 from eagle.draft.model import DraftModel
-from kernels.dispatch import add_rms_norm
+from kernels import draft_step
+from kernels.dispatch import add_rms_norm, feature_norms, takes_kernels
+from kernels.draft_step import DraftCache, DraftWeights, LayerWeights
 from kernels.native import LARGEST_HEAD, Native, native
 from kernels.packed import linear, packed
 
@@ -33,23 +35,12 @@ _DIRECT_TOKENS = 64  # tokens of a pass up to which dispatching torch's operatio
 _DIRECT_ATTENTION = 16  # the same for attention, which torch spreads over the threads
 
 
-@dataclass(frozen=True)
-class _Layer:
-    input_norm: Tensor
-    hidden_norm: Tensor | None
-    post_norm: Tensor
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-def _fused_layers(state: dict[str, Tensor], count: int, lay_out: Callable[[Tensor], Tensor]) -> list[_Layer]:
+def _fused_layers(state: dict[str, Tensor], count: int, lay_out: Callable[[Tensor], Tensor]) -> list[LayerWeights]:
     layers = []
     for i in range(count):
         name = f"layers.{i}."
         layers.append(
-            _Layer(
+            LayerWeights(
                 state[name + "input_layernorm.weight"],
                 state[name + "hidden_norm.weight"] if i == 0 else None,
                 state[name + "post_attention_layernorm.weight"],
@@ -95,10 +86,13 @@ class EagleDrafter(Drafter):
             name: tensor.detach().to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in draft.state_dict().items()
         }
-        lay_out: Callable[[Tensor], Tensor] = (lambda weight: weight) if compiled else packed  # inductor wants plain weights
+        self._fusable = takes_kernels(embed) and not compiled
+        plain = compiled or self._fusable  # inductor and Triton want plain weights
+        lay_out: Callable[[Tensor], Tensor] = (lambda weight: weight) if plain else packed
         self._layers = _fused_layers(state, spec.num_layers, lay_out)
         self._fc, self._norm, self._head = lay_out(state["fc.weight"]), state["norm.weight"], lay_out(state["lm_head.weight"])
-        self._fc_norms = [state[f"fc_norm.{i}.weight"] for i in range(len(spec.aux_layers))] if spec.fc_norm else []
+        norms = [state[f"fc_norm.{i}.weight"] for i in range(len(spec.aux_layers))] if spec.fc_norm else []
+        self._fc_norms = torch.stack(norms) if norms else None
         self._embed = state["embed_tokens.weight"] if spec.own_embedding else embed.detach()
         offsets = state.get("d2t")
         self.ids = None if offsets is None else offsets + torch.arange(len(offsets), device=device)
@@ -135,12 +129,14 @@ class EagleDrafter(Drafter):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Return the hidden state [n, T, H] of the target's tapped states [n, T, A*Ht]: one norm per state, then fc."""
-        if self._native and self._fc_norms and aux.shape[0] * aux.shape[1] <= _DIRECT_TOKENS:
-            return linear(self._side_by_side(aux.chunk(len(self._fc_norms), dim=-1), self._fc_norms), self._fc)
-        if self._fc_norms:
+        eps = self.spec.rms_norm_eps
+        if self._fc_norms is not None and takes_kernels(aux):
+            aux = feature_norms(aux, self._fc_norms, eps)
+        elif self._fc_norms is not None and self._native and aux.shape[0] * aux.shape[1] <= _DIRECT_TOKENS:
+            aux = self._side_by_side(aux.chunk(len(self._fc_norms), dim=-1), list(self._fc_norms))
+        elif self._fc_norms is not None:
             parts = aux.chunk(len(self._fc_norms), dim=-1)
-            normed = [add_rms_norm(x, None, w, self.spec.rms_norm_eps)[0] for x, w in zip(parts, self._fc_norms, strict=True)]
-            aux = torch.cat(normed, dim=-1)
+            aux = torch.cat([add_rms_norm(x, None, w, eps)[0] for x, w in zip(parts, self._fc_norms, strict=True)], dim=-1)
         return linear(aux, self._fc)
 
     def forward(
@@ -238,15 +234,21 @@ class EagleDrafter(Drafter):
 
     def draft(self, rows: list[int], length: int, draws: Draws | None) -> Proposal:
         """See `Drafter.draft`. Greedy when `draws` is None: the arg max needs no probabilities."""
-        normed, feedback = self._normed[rows], self._feedback[rows][:, None]
+        normed, feedback = self._normed[rows], self._feedback[rows]
+        fused = self._fusable and takes_kernels(normed)
+        cache, positions = self._places(rows, length) if fused else (None, None)
+        if cache is not None and positions is not None and draws is None:
+            return Proposal(draft_step.draft(self._weights, cache, normed, feedback, positions, length)[0])
         drafted: list[Tensor] = []
         chosen: list[Tensor] = []
         distributions: list[Tensor] = []
         for step in range(length):
-            if step:
+            if step and cache is not None and positions is not None:
+                normed, feedback = draft_step.forward(self._weights, cache, drafted[-1], feedback, positions, step - 1)
+            elif step:
                 starts = [self._next[row] + step - 1 for row in rows]
-                hidden, feedback = self.forward(rows, drafted[-1][:, None], feedback, starts)
-                normed = hidden[:, 0]
+                hidden, further = self.forward(rows, drafted[-1][:, None], feedback[:, None], starts)
+                normed, feedback = hidden[:, 0], further[:, 0]
             logits = linear(normed, self._head)
             if draws is None:
                 index = self._best(logits)
@@ -260,6 +262,26 @@ class EagleDrafter(Drafter):
         if draws is None:
             return Proposal(stacked)
         return Proposal(stacked, chosen=torch.stack(chosen, dim=1), probabilities=torch.stack(distributions, dim=1), ids=self.ids)
+
+    @cached_property
+    def _weights(self) -> DraftWeights:
+        """The weights in the form of the fused step, whose rope tables hold half a head."""
+        spec, half = self.spec, self.spec.head_dim // 2
+        return DraftWeights(
+            layers=self._layers, embed=self._embed, norm=self._norm, head=self._head, ids=self.ids,
+            cos=self._cos[:, 0, :half].contiguous(), sin=self._sin[:, 0, half:].contiguous(), heads=spec.num_heads,
+            head_dim=spec.head_dim, eps=spec.rms_norm_eps, norm_before_residual=spec.norm_before_residual,
+            norm_output=spec.norm_output,
+        )  # fmt: skip
+
+    def _places(self, rows: list[int], length: int) -> tuple[DraftCache, Tensor]:
+        """Return the store as a cache of a page a row for slots `rows`, and the position [n] that each writes first."""
+        furthest = max(self._next[row] for row in rows) + length - 1
+        if furthest > self.store.max_length:
+            raise ValueError(f"a draft up to position {furthest} does not fit rows of {self.store.max_length}")
+        device = self._normed.device
+        table = torch.tensor(rows, dtype=torch.int32, device=device)[:, None]
+        return DraftCache(*self.store.memory, table), torch.tensor([self._next[row] for row in rows], device=device)
 
     def move(self, source: int, destination: int) -> None:
         """See `Drafter.move`."""

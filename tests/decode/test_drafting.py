@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eagle.decode import drafting
 from eagle.decode.cache import CachedAttention, KeyValueStore
 from eagle.decode.drafting import EagleDrafter
 from eagle.decode.proposal import MAX_DRAFT_TOKENS, Draws
@@ -71,6 +72,41 @@ def test_draft_is_the_plain_loop(temperature: float) -> None:
                 assert found.tokens[row, step] == net.to_target(index)[0]
                 text = torch.cat([text, net.to_target(index)[None]], 1)
                 states = torch.cat([states, feedback[:, -1:]], 1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_fused_step_is_the_plain_one(variant: dict, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of GPUs, here on its oracles, drafts what the plain path drafts and leaves the same cache."""
+    model = target()
+    net = draft(model, **variant)
+    found = []
+    for fused in (False, True):
+        monkeypatch.setattr(drafting, "takes_kernels", lambda tensor, fused=fused: fused)
+        drafter = EagleDrafter(net, model.get_input_embeddings().weight, batch=4, max_length=40)
+        torch.manual_seed(5)
+        warp = Warp.of([SamplingParams(temperature)] * 3, "cpu")
+        draws = Draws(warp, torch.rand(3, 4, dtype=torch.float64)) if temperature else None
+        with torch.no_grad():
+            drafter.extend([0, 2, 3], torch.randint(0, 64, (3, 9)), torch.randn(3, 9, 3 * 32), [0, 0, 0], [5, 9, 1])
+            found.append((drafter.draft([0, 2, 3], 4, draws), drafter.store.memory))
+    (plain, cache), (other, other_cache) = found
+    assert torch.equal(plain.tokens, other.tokens)
+    if temperature:
+        assert torch.allclose(plain.probabilities, other.probabilities, atol=1e-5)
+    for one, two in zip(cache, other_cache, strict=True):
+        assert torch.allclose(one, two, atol=1e-5)
+
+
+def test_a_fused_draft_beyond_the_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "takes_kernels", lambda tensor: True)
+    model = target()
+    drafter = EagleDrafter(draft(model), model.get_input_embeddings().weight, batch=1, max_length=4, reach=2)
+    with torch.no_grad():
+        drafter.extend([0], torch.zeros(1, 4, dtype=torch.int64), torch.randn(1, 4, 96), [0], [4])
+        assert drafter.draft([0], 3, None).tokens.shape == (1, 3)
+        with pytest.raises(ValueError, match="up to position 7 does not fit rows of 6"):
+            drafter.draft([0], 4, None)
 
 
 def test_bytes() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kernels import autotune, dispatch, reference
 from kernels.add_rms_norm import Launch, add_rms_norm, backward_kernel, candidates, default_launch
+from tests.kernels.compare import ULP, close
 
 EPS = 1e-5
-ULP = {torch.float32: 2e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 SHAPES = [(1, 1), (1, 576), (2, 5, 13), (7, 1), (11, 257), (2, 4096)]
 
 
@@ -22,15 +22,6 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Ten
     torch.manual_seed(seed)
     x, residual = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(2))
     return x, residual, (torch.rand(shape[-1]) + 0.5).to(dtype).requires_grad_()
-
-
-def close(got: Tensor, want: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
-    """Equal within one unit in the last place of `dtype`, and `scale` units of the largest number where terms cancel."""
-    assert got.dtype == want.dtype
-    assert got.shape == want.shape
-    got, want = got.detach().double(), want.detach().double()
-    slack = 1e-6 + scale * ULP[dtype] * (float(want.abs().max()) if want.numel() else 0.0)
-    torch.testing.assert_close(got, want, rtol=ULP[dtype], atol=slack)
 
 
 def test_the_kernels_are_interpreted():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from kernels.aot import OPERATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,9 +27,16 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-def test_interpreted_kernels_against_the_oracle():
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted.py", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("file", ["interpreted.py", "interpreted_step.py", "interpreted_head.py", "interpreted_draft.py"])
+def test_interpreted_kernels_against_the_oracle(file):
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{file}", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+def every_kernel() -> set[str]:
+    """The names of all Triton kernels in the source: jitted, and no helper (those begin with an underscore)."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "kernels").glob("*.py")]
+    return {name for text in sources for name in re.findall(r"^@triton\.jit\ndef ([a-z]\w*)", text, re.MULTILINE)}
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +49,14 @@ def compiled(tmp_path_factory) -> dict:
 
 def test_every_kernel_compiles_for_hopper_without_spills(compiled):
     rows = compiled["kernels"]
-    assert {row["kernel"] for row in rows} == {"forward_kernel", "backward_kernel", "rejection_kernel"}
+    assert {row["kernel"] for row in rows} == every_kernel()
     assert {row["dtype"] for row in rows} == {"fp32", "bf16"}
     assert {row["hidden"] for row in rows if row["op"] == "add_rms_norm"} == {576, 4096, 8192}
     for row in rows:
         assert row["error"] is None, row
         assert row["spills"] == 0, row
         assert 16 <= row["registers"] <= 255, row
-        assert 0 <= row["shared_bytes"] <= 48 * 1024, row
+        assert 0 <= row["shared_bytes"] <= 99 * 1024, row  # what a program may have on every target since sm_86
         assert float(row["ptx_version"]) >= 8.0, row
 
 
@@ -57,7 +67,7 @@ def test_a_target_that_cannot_be_compiled_is_an_explicit_error(tmp_path):
     assert "sm_999: the compiler ended with code" in done.stderr
     assert "Traceback" not in done.stderr
     rows = json.loads(out.read_text())["kernels"]
-    assert [row["op"] for row in rows] == ["add_rms_norm", "rejection"]
+    assert [row["op"] for row in rows] == list(OPERATIONS)
     assert rows[0]["error"]
     assert rows[0]["registers"] is None
 
