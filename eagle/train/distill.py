@@ -88,19 +88,23 @@ def new_draft(
 ) -> tuple[DraftModel, NDArray[np.int64]]:
     """Return a fresh draft (fp32, CPU) and its vocabulary, ascending target ids, chosen from the training answers."""
     spec = DraftSpec.from_config(config.draft, dims, aux_layers)
-    train = store.select("train")
-    counts, must = count_tokens(store, train), stop_tokens(store, train, dims)
-    size = fitting_size(counts, spec.draft_vocab_size, must)
-    if size < spec.draft_vocab_size:
-        distinct = int(np.count_nonzero(counts))
-        say(f"distill: the training answers hold {distinct} distinct tokens: draft vocabulary {size}, not {spec.draft_vocab_size}")
-        spec = replace(spec, draft_vocab_size=size)
-    ids = choose_vocab(counts, size, must)
+    ids = draft_vocabulary(store, spec.draft_vocab_size, dims)
+    spec = replace(spec, draft_vocab_size=len(ids))
     model = DraftModel(spec, target_embedding(target, spec), ids)
     initialise(model, output_scale=config.distill.output_init_scale, generator=torch.Generator().manual_seed(config.runtime.seed))
     if config.distill.init_from_target:
         init_from_target(model, target)
     return model, ids
+
+
+def draft_vocabulary(store: FeatureStore, size: int, dims: TargetDims) -> NDArray[np.int64]:
+    """Return up to `size` target ids, ascending, chosen from the training answers; says so when they hold fewer tokens."""
+    train = store.select("train")
+    counts, must = count_tokens(store, train), stop_tokens(store, train, dims)
+    fitting = fitting_size(counts, size, must)
+    if fitting < size:
+        say(f"draft vocabulary: {fitting}, not {size}: the training answers hold {np.count_nonzero(counts)} distinct tokens")
+    return choose_vocab(counts, fitting, must)
 
 
 def answer_tokens(store: FeatureStore, rows: list[int]) -> NDArray[np.int32]:

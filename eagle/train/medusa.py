@@ -28,12 +28,11 @@ from torch import Tensor
 from eagle.config import DepthStage
 from eagle.decode.medusa import MedusaHeads, choose_paths
 from eagle.draft.io import target_tensor
-from eagle.draft.vocab import choose_vocab
 from eagle.errors import ConfigError, StepFailed
 from eagle.progress import Track, say
 from eagle.target.load import target_dims
 from eagle.train.batches import Batch, BatchPlan, collate, trainable
-from eagle.train.distill import count_tokens, stop_tokens
+from eagle.train.distill import draft_vocabulary
 from eagle.train.features import FeatureStore
 from eagle.train.schedule import Pace, learning_rate
 from eagle.train.validate import heldout_rows
@@ -123,8 +122,7 @@ def new_heads(store: FeatureStore, target: Path, settings: MedusaSettings) -> Me
     dims = target_dims(target)
     if store.aux_layers != (dims.num_layers,):
         raise ConfigError(f"medusa: the features are those of layers {store.aux_layers}, heads need ({dims.num_layers},)")
-    train = store.select("train")
-    ids = choose_vocab(count_tokens(store, train), settings.vocab_size, stop_tokens(store, train, dims))
+    ids = draft_vocabulary(store, settings.vocab_size, dims)
     head = _tensor(target, ("lm_head.weight", "model.embed_tokens.weight"), (dims.vocab_size, dims.hidden_size))
     norm = _tensor(target, ("model.norm.weight",), (dims.hidden_size,))
     heads = MedusaHeads(settings.heads, norm, dims.rms_norm_eps, torch.from_numpy(ids), dims.num_layers)

@@ -26,13 +26,15 @@ class Reference:
 
     @torch.no_grad()
     def kl(self, rounds: Rounds) -> float:
-        """Return KL(q || q_reference), nats, mean over the live positions of the rounds in the first KL_ROWS rows.
+        """Return KL(q || q_reference), nats, mean over the live positions of the rounds in the first KL_ROWS rows with any.
 
         At the rounds' temperature and along their tokens, so over the draft's own prefixes where it sampled them.
         """
         origin = _origin(rounds)
-        here = origin.rows < KL_ROWS
-        few = Origin(_first_rows(origin.batch, KL_ROWS), origin.rows[here], origin.anchors[here], origin.path[here])
+        chosen = origin.rows.unique()[:KL_ROWS]
+        here = torch.isin(origin.rows, chosen)
+        rows = torch.searchsorted(chosen, origin.rows[here])
+        few = Origin(_some_rows(origin.batch, chosen), rows, origin.anchors[here], origin.path[here])
         theirs = rollout.along(DraftPass(self.model, few.batch), few, rounds.temperature)
         live, total = rounds.live[here], 0.0
         for i, reference in enumerate(theirs):
@@ -55,8 +57,8 @@ def _origin(rounds: Rounds) -> Origin:
     return rounds.origin
 
 
-def _first_rows(batch: Batch, count: int) -> Batch:
-    lengths = batch.lengths[:count]
+def _some_rows(batch: Batch, chosen: Tensor) -> Batch:
+    lengths = batch.lengths[chosen]
     until = int(lengths.max())
-    cut = {name: getattr(batch, name)[:count, :until] for name in ("tokens", "aux", "loss_mask", "topk_index", "topk_prob")}
-    return replace(batch, rows=batch.rows[:count], lengths=lengths, **cut)
+    cut = {name: getattr(batch, name)[chosen, :until] for name in ("tokens", "aux", "loss_mask", "topk_index", "topk_prob")}
+    return replace(batch, rows=tuple(batch.rows[i] for i in chosen.tolist()), lengths=lengths, **cut)

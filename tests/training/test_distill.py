@@ -223,4 +223,4 @@ def test_rows_and_vocabulary_that_cannot_be_used_are_told_and_counted(
     assert load_draft(at.out / "draft", toy.target).spec.draft_vocab_size == 64
     said = capsys.readouterr().err
     assert "1 training rows without an answer token to learn are skipped" in said
-    assert "draft vocabulary 64, not 200" in said
+    assert "draft vocabulary: 64, not 200: the training answers hold" in said

@@ -80,7 +80,7 @@ def test_both_rivals_can_be_loaded_and_have_their_papers_form(toy: Toy, finished
     assert (spec.hidden_size, spec.intermediate_size) == (dims.hidden_size, dims.intermediate_size)
     assert torch.equal(draft.fc.weight, torch.eye(dims.hidden_size))  # the layer reads the target's state itself
     assert torch.equal(draft.draft_ids(), heads.ids)
-    assert len(heads.ids) == 200
+    assert len(heads.ids) == 192  # the answers hold fewer distinct tokens than draft.vocab_size
 
 
 def test_the_figures_are_those_of_what_was_kept(toy: Toy, finished: Path) -> None:
