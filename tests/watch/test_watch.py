@@ -78,6 +78,17 @@ def test_a_gap_in_the_scrapes_is_one_long_window() -> None:
     assert life.state.closed[-1].ended - life.state.closed[-1].began == 86400.0
 
 
+def test_a_window_waits_for_several_requests() -> None:
+    life = Life()
+    for _ in range(20):
+        life.now += 60.0
+        life.fake.work([12, 6, 3], 24)  # rounds of a request that goes on and on
+        life.look()
+    assert life.state.windows == 0
+    life.pass_time(1)
+    assert (life.state.windows, life.state.closed[-1].counts.requests) == (1, 8)
+
+
 def test_an_idle_server_is_no_evidence() -> None:
     life = Life()
     for _ in range(100):
@@ -222,7 +233,8 @@ def bundle(tmp_path: Path) -> Path:
 def command(site_url: str, bundle: Path, *more: str) -> list[str]:
     return [
         sys.executable, "-m", "eagle", "--root", str(ROOT), "watch", site_url, "--bundle", str(bundle),
-        "--state", str(bundle.parent / "state" / "s.json"), "--set", "watch.window_s=1", "--set", "watch.min_drafts=30", *more,
+        "--state", str(bundle.parent / "state" / "s.json"), "--set", "watch.window_s=1", "--set", "watch.min_drafts=30",
+        "--set", "watch.min_requests=1", *more,
     ]  # fmt: skip
 
 
