@@ -353,6 +353,7 @@ class WatchConfig(Section):
         120.0, description="shortest window, seconds; longer than nearly all requests last, or neighbours share them"
     )
     min_drafts: Annotated[int, Field(ge=30)] = Field(300, description="a window with fewer drafts stays open: it would say little")
+    min_requests: Annotated[int, Field(ge=1)] = Field(8, description="likewise for ended requests: one says little of the others")
     interval_s: Annotated[float, Field(gt=0.0, le=86400.0)] = Field(15.0, description="seconds between two scrapes")
     timeout_s: Annotated[float, Field(gt=0.0, le=600.0)] = Field(5.0, description="seconds a server may take to answer one scrape")
     drifting_tolerance: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(

@@ -23,7 +23,7 @@ def emitter(resource: str, payload: dict[str, Any]) -> Callable[[str, float, dic
     PreflightError when no Prefect server is set up (an event to nobody starts nothing); emit raises StepFailed when
     the server does not take the event.
     """
-    if get_current_settings().api.url is None:
+    if not get_current_settings().api.url:
         raise PreflightError("watch: --event needs a Prefect server; set PREFECT_API_URL, for example http://127.0.0.1:4200/api")
 
     def emit(status: str, at: float, details: dict[str, Any]) -> None:

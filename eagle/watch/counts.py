@@ -12,15 +12,13 @@ _SAME_START = 1.0  # seconds: the page rounds
 
 
 class Counts(BaseModel):
-    """Drafts, draft tokens, and accepted tokens by position of a stretch of time, all engines together.
-
-    `positions`: the most tokens that the server drafts at once. Its engines share that setting.
-    """
+    """Drafts, draft tokens, accepted tokens by position and ended requests of a stretch of time, all engines together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     drafts: int = 0
     draft_tokens: int = 0
+    requests: int = 0
     by_position: tuple[int, ...] = ()
 
     def __add__(self, other: Counts) -> Counts:
@@ -29,12 +27,13 @@ class Counts(BaseModel):
         return Counts(
             drafts=self.drafts + other.drafts,
             draft_tokens=self.draft_tokens + other.draft_tokens,
+            requests=self.requests + other.requests,
             by_position=tuple(a + b for a, b in zip(mine, theirs, strict=True)),
         )
 
     @property
     def positions(self) -> int:
-        """How many draft positions the server counts."""
+        """How many draft positions the server counts: the most tokens that it drafts at once."""
         return len(self.by_position)
 
     @property
@@ -74,16 +73,20 @@ def _restarted(earlier: EngineCounters, latest: EngineCounters) -> bool:
         return True
     if len(earlier.by_position) != len(latest.by_position):  # another K: only a new start changes it
         return True
-    pairs = [(earlier.drafts, latest.drafts), (earlier.draft_tokens, latest.draft_tokens), (earlier.accepted, latest.accepted)]
+    names = ("drafts", "draft_tokens", "accepted", "requests")
+    pairs = [(getattr(earlier, name), getattr(latest, name)) for name in names]
     return any(new < old for old, new in [*pairs, *zip(earlier.by_position, latest.by_position, strict=True)])
 
 
 def _difference(earlier: EngineCounters | None, latest: EngineCounters) -> Counts:
     if earlier is None:
-        return Counts(drafts=latest.drafts, draft_tokens=latest.draft_tokens, by_position=latest.by_position)
+        return Counts(
+            drafts=latest.drafts, draft_tokens=latest.draft_tokens, requests=latest.requests, by_position=latest.by_position
+        )
     return Counts(
         drafts=latest.drafts - earlier.drafts,
         draft_tokens=latest.draft_tokens - earlier.draft_tokens,
+        requests=latest.requests - earlier.requests,
         by_position=tuple(new - old for old, new in zip(earlier.by_position, latest.by_position, strict=True)),
     )
 

@@ -13,7 +13,8 @@ What is assumed, and how it is provided for:
   breaks that, so windows take turns between LANES separate tests: those of one lane are a window apart. A window must be
   longer than nearly all requests.
 - c bounds what one good window can speak for health, so that bets may be larger. It takes E[(x - m - c)+] from the mean:
-  at most (standard deviation of a window)^2 / (4 c), which the tolerance between reference and boundary pays for.
+  at most (standard deviation of a window)^2 / (4 c), which the tolerance between reference and boundary pays for, as
+  long as a window holds several requests (watch.min_requests): one alone may be far from the mean.
 - Evidence starts again at 0 after a month of windows, so that each month has the same bound.
 
 After an alarm the same test is turned round, with the boundary half-way back: it says when the figures have recovered.

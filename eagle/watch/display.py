@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from eagle.progress import say
+from eagle.watch.counts import Counts
 from eagle.watch.run import Watch
 from eagle.watch.state import Change
 
@@ -36,10 +37,10 @@ def status_line(watch: Watch) -> str:
     state, known = watch.state, watch.known
     recent = state.recent
     if not recent.drafts:
-        held = state.open.counts.drafts if state.open else 0
+        held, needed = state.open.counts if state.open else Counts(), watch.config
         return (
-            f"watch: {state.status}, no window yet: {held} drafts of {watch.config.min_drafts} "
-            f"(a window takes at least {watch.config.window_s:g} s)"
+            f"watch: {state.status}, no window yet: {held.drafts} of {needed.min_drafts} drafts, {held.requests} of "
+            f"{needed.min_requests} requests, and at least {needed.window_s:g} s"
         )
     reference = known.reference
     return (

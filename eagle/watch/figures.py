@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from eagle.bundle.reference import Reference
 from eagle.watch.counts import Counts
@@ -39,7 +39,7 @@ def lower_bounds(reference: Reference, confidence: float) -> tuple[float, ...]:
     residuals = accepted - drafts[:, None] * share
     n = len(rows)
     error = np.sqrt(n / (n - 1) * (residuals**2).sum(axis=0)) / drafts.sum()
-    bounds = np.array(reference.acceptance_by_position) - student.ppf(confidence, n - 1) * error
+    bounds = np.array(reference.acceptance_by_position) - stdtrit(n - 1, confidence) * error
     bounds = np.minimum.accumulate(np.clip(bounds, 0.0, 1.0))
     return tuple(float(bound) for bound in bounds)
 

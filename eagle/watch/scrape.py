@@ -2,7 +2,8 @@
 
 vLLM (v1/spec_decode/metrics.py) exports `vllm:spec_decode_num_drafts_total`, `_num_draft_tokens_total`,
 `_num_accepted_tokens_total` and, with a label `position` from "0" on, `_num_accepted_tokens_per_pos_total`, each with
-the labels `model_name` and `engine`. They grow from the server's start on and begin at zero when it starts again.
+the labels `model_name` and `engine`; and `vllm:request_success_total` by `finished_reason` (v1/metrics/loggers.py) for all
+requests that ended. They grow from the server's start on and begin at zero when it starts again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ PREFIX = "vllm:spec_decode_"
 DRAFTS, DRAFT_TOKENS, ACCEPTED, BY_POSITION = (
     f"{PREFIX}num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 )
+FINISHED = "vllm:request_success"
 MAX_BYTES = 64 << 20
 
 
@@ -38,7 +40,8 @@ class NoCounters(ConfigError):
 class EngineCounters(BaseModel):
     """Counters of one engine since it started. `by_position[i]`: drafts whose token i was accepted, and so all before it.
 
-    `created`: the engine's start as the page tells it, Unix seconds; 0 when it does not.
+    `requests`: those that ended, for whatever reason. `created`: the engine's start as the page tells it, Unix seconds; 0
+    when it does not.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,6 +49,7 @@ class EngineCounters(BaseModel):
     drafts: int
     draft_tokens: int
     accepted: int
+    requests: int
     by_position: tuple[int, ...]
     created: float = 0.0
 
@@ -90,7 +94,7 @@ def parse(text: str, url: str) -> dict[str, EngineCounters]:
 
     Raises NoCounters when it holds none (no vLLM, or one that does not speculate), or they are not Prometheus text.
     """
-    lines = "".join(f"{line}\n" for line in text.splitlines() if PREFIX in line)
+    lines = "".join(f"{line}\n" for line in text.splitlines() if PREFIX in line or FINISHED in line)
     try:
         samples = [sample for family in text_string_to_metric_families(lines) for sample in family.samples]
         found = _by_engine(samples)
@@ -113,6 +117,8 @@ def _by_engine(samples: Iterable[Sample]) -> dict[str, EngineCounters]:
         engine = f"{sample.labels.get('model_name', '')}/{sample.labels.get('engine', '0')}"
         if sample.name == f"{BY_POSITION}_total":
             positions[engine][int(sample.labels["position"])] = int(sample.value)
+        elif sample.name == f"{FINISHED}_total":
+            values[engine][sample.name] = values[engine].get(sample.name, 0.0) + sample.value
         else:
             values[engine][sample.name] = sample.value
     return {
@@ -120,6 +126,7 @@ def _by_engine(samples: Iterable[Sample]) -> dict[str, EngineCounters]:
             drafts=int(found[f"{DRAFTS}_total"]),
             draft_tokens=int(found[f"{DRAFT_TOKENS}_total"]),
             accepted=int(found[f"{ACCEPTED}_total"]),
+            requests=int(found[f"{FINISHED}_total"]),
             by_position=tuple(positions[engine].get(at, 0) for at in range(max(positions[engine], default=-1) + 1)),
             created=found.get(f"{DRAFTS}_created", 0.0),
         )

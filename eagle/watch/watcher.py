@@ -43,8 +43,9 @@ def take(state: State, engines: Mapping[str, EngineCounters], now: float, config
     """Put one reading at time `now` (Unix seconds) into the state; return the changes of the status that it brought.
 
     The first reading only says where to count from. A window is closed by the first reading at which it is
-    `watch.window_s` old and holds `watch.min_drafts` drafts: an idle server leaves it open, a gap between readings makes
-    it longer. A clock that was set back begins the window's time anew, and keeps its counts.
+    `watch.window_s` old and holds `watch.min_drafts` drafts and `watch.min_requests` ended requests: an idle server
+    leaves it open, a gap between readings makes it longer. A clock that was set back begins the window's time anew, and
+    keeps its counts.
     """
     if state.open is None:
         state.engines, state.open = dict(engines), Window(began=now, ended=now)
@@ -54,7 +55,8 @@ def take(state: State, engines: Mapping[str, EngineCounters], now: float, config
     state.restarts += len(restarted)
     began = min(state.open.began, now)
     state.open = Window(began=began, ended=now, counts=state.open.counts + counted)
-    if now - began < config.window_s or state.open.counts.drafts < config.min_drafts:
+    held = state.open.counts
+    if now - began < config.window_s or held.drafts < config.min_drafts or held.requests < config.min_requests:
         return []
     change = _judge(state, state.open, now, config, known)
     state.open = Window(began=now, ended=now)

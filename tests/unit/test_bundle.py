@@ -17,6 +17,7 @@ from eagle.bundle import step
 from eagle.bundle.acceptance import pick_prompts
 from eagle.bundle.card import render, stated_licence
 from eagle.bundle.export import export_draft
+from eagle.bundle.reference import read_reference
 from eagle.bundle.validate import check_bundle
 from eagle.config import Config
 from eagle.dataset.read import Row, write_shards
@@ -389,3 +390,7 @@ def test_vllm_accepts_the_draft_as_the_reference_engine_does(context: Callable[.
     assert validation["drafts"] == validation["reference"]["drafts"]
     assert validation["accepted"] == validation["reference"]["accepted"]
     assert "Validated in vLLM" in (made.out / "bundle" / "README.md").read_text(encoding="utf-8")
+    reference = read_reference(made.out / "bundle")
+    assert len(reference.prompts) == validation["prompts"]
+    assert sum(prompt.drafts for prompt in reference.prompts) == validation["reference"]["drafts"]
+    assert sum(sum(prompt.by_position) for prompt in reference.prompts) == validation["reference"]["accepted"]

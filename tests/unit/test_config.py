@@ -51,6 +51,10 @@ def test_every_shipped_profile_is_valid_and_differs_from_the_default(profile: st
         ("rivals.eagle2_minutes=0", ["rivals.eagle2_minutes", "greater than 0"]),
         ("rivals.eagle2_feature_weight=-1", ["rivals.eagle2_feature_weight", "greater than or equal to 0"]),
         ("rivals.medusa_learning_rate=2", ["rivals.medusa_learning_rate", "less than or equal to 1"]),
+        ("watch.window=60", ["closest: 'watch.window_s'"]),
+        ("watch.degraded_tolerance=0.01", ["watch", "must be above drifting_tolerance"]),
+        ("watch.false_alarms_per_month=0", ["watch.false_alarms_per_month", "greater than 0"]),
+        ("traffic.retention_days=0", ["traffic.retention_days", "greater than 0"]),
         ("rivals.medusa_step=2", ["closest: 'rivals.medusa_steps'"]),
     ],
 )

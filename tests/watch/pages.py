@@ -25,13 +25,14 @@ class FakeVllm:
         self.by_position = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "per position", [*labels, "position"], registry=self.registry
         )
-        other = Counter("vllm:request_success", "others stand beside them", [*labels, "finished_reason"], registry=self.registry)
+        self.ended = Counter("vllm:request_success", "ended", [*labels, "finished_reason"], registry=self.registry)
         for engine in range(engines):
             self.work([0] * positions, 0, engine=engine)
-            other.labels("m", str(engine), "stop").inc()
 
     def work(self, by_position: list[int], drafts: int, k: int | None = None, engine: int = 0) -> None:
-        """Count `drafts` drafts of k tokens, by_position[i] of them accepted at position i."""
+        """Count `drafts` drafts of k tokens, by_position[i] of them accepted at position i, and a request per 25 of them."""
+        for at, reason in enumerate(("stop", "length", "abort")):
+            self.ended.labels("m", str(engine), reason).inc(drafts // 25 if at == 0 else 0)
         counts = (drafts, drafts * (k or self.positions), sum(by_position))
         for counter, count in zip(self.plain.values(), counts, strict=True):
             counter.labels("m", str(engine)).inc(count)

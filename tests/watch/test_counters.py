@@ -22,7 +22,8 @@ NAMES = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_
 
 def counters(drafts: int, *by_position: int, created: float = 0.0) -> EngineCounters:
     return EngineCounters(
-        drafts=drafts, draft_tokens=drafts * len(by_position), accepted=sum(by_position), by_position=by_position, created=created
+        drafts=drafts, draft_tokens=drafts * len(by_position), accepted=sum(by_position), requests=drafts // 25,
+        by_position=by_position, created=created,
     )
 
 
@@ -34,6 +35,7 @@ class TestScrape:
         text = sources[0].read_text(encoding="utf-8")
         for name in NAMES:
             assert f'"vllm:spec_decode_{name}"' in text
+        assert 'name="vllm:request_success"' in (sources[0].parents[1] / "metrics" / "loggers.py").read_text(encoding="utf-8")
         assert re.search(r'pos_labelnames = labelnames \+ \["position"\]', text)
 
     def test_a_page_is_read_by_engine(self) -> None:
@@ -82,7 +84,7 @@ class TestScrape:
 class TestBetween:
     def test_plain_growth(self) -> None:
         assert between({"e": counters(10, 5, 2)}, {"e": counters(30, 15, 3)}) == (
-            Counts(drafts=20, draft_tokens=40, by_position=(10, 1)), [],
+            Counts(drafts=20, draft_tokens=40, requests=1, by_position=(10, 1)), [],
         )  # fmt: skip
 
     @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ class TestBetween:
     def test_a_restart_never_counts_backwards_or_twice(self, before: EngineCounters, now: EngineCounters) -> None:
         counted, restarted = between({"e": before}, {"e": now})
         assert restarted == ["e"]
-        assert counted in (Counts(drafts=now.drafts, draft_tokens=now.draft_tokens, by_position=now.by_position), Counts())
+        assert counted in (between({}, {"e": now})[0], Counts())
 
     def test_one_engine_restarts_the_other_goes_on(self) -> None:
         before = {"a": counters(10, 5), "b": counters(10, 5)}
