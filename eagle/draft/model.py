@@ -59,7 +59,8 @@ def _joined(parts: Sequence[Linear], dtype: torch.dtype) -> Tensor:
 def compute_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype in which matrix products with `weight` run: autocast's where it is on, else the weight's."""
     kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    known = torch.amp.is_autocast_available(kind)  # not for tensors of the meta device
+    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else weight.dtype
 
 
 class RMSNorm(nn.Module):
