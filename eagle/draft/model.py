@@ -169,6 +169,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, H] -> [B, T, H]."""
+        if self.prepared is not None and dispatch.takes_kernels(x):
+            return self.down_proj(dispatch.silu_mul(ops.linear(x.to(self.prepared.dtype), self.prepared)))
         gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)
 
