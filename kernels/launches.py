@@ -20,15 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels import dispatch, launching
 
 _ONE_KERNEL = (functional.rms_norm, torch.rms_norm, functional.scaled_dot_product_attention)
-_MEMORY = ("empty", "new_empty", "_unsafe_view", "lift_fresh", "detach", "_local_scalar_dense", "device")
+_MEMORY = ("empty", "new_empty", "_unsafe_view", "lift_fresh", "detach")
 
 
 def _launches(func: Any) -> bool:
-    name = func.name().partition("::")[2].partition(".")[0]
-    if name.startswith(_MEMORY):
-        return False
-    views = [value.alias_info for value in func._schema.returns]
-    return not any(alias is not None and not alias.is_write for alias in views)
+    results = [value for value in func._schema.returns if isinstance(value.type, torch.TensorType)]
+    views = any(value.alias_info is not None and not value.alias_info.is_write for value in results)
+    return bool(results) and not views and not _name(func).startswith(_MEMORY)
+
+
+def _name(func: Any) -> str:
+    return str(func.name()).partition("::")[2].partition(".")[0]
 
 
 class _Operations(TorchDispatchMode):
@@ -40,7 +42,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.silent and _launches(func):
-            self._tell(func.name().partition("::")[2].partition(".")[0])
+            self._tell(_name(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -75,7 +77,7 @@ def launched(call: Callable[[], Any], *, fused: bool) -> list[str]:
     names: list[str] = []
     operations = _Operations(names.append)
     with (
-        torch.inference_mode(),
+        torch.no_grad(),  # inference mode shows `to` and `contiguous` whole, and not whether they copy
         dispatch.using(backend="triton" if fused else "reference"),
         launching.heard(names.append, dry=True),
         operations,

@@ -59,7 +59,8 @@ def _joined(parts: Sequence[Linear], dtype: torch.dtype) -> Tensor:
 def compute_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype in which matrix products with `weight` run: autocast's where it is on, else the weight's."""
     kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    known = torch.amp.is_autocast_available(kind)  # not for tensors of the meta device
+    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else weight.dtype
 
 
 class RMSNorm(nn.Module):
@@ -168,6 +169,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, T, H] -> [B, T, H]."""
+        if self.prepared is not None and dispatch.takes_kernels(x):
+            return self.down_proj(dispatch.silu_mul(ops.linear(x.to(self.prepared.dtype), self.prepared)))
         gate, up = self.project(x)
         return self.down_proj(F.silu(gate) * up)
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.dispatch import kernel_for
+
 ROW_BYTES = 4 << 20  # working set of one slab of rows: small enough to stay in a core's cache
 
 __all__ = [
@@ -194,8 +196,10 @@ def dense_terms(logits: Tensor, prob: Tensor) -> tuple[Tensor, Tensor]:
 
     logits [N, Vd] float; prob [N, Vd] float, the slice of the target's full softmax at the draft vocabulary (rows sum to
     at most 1). Exact. One pass for both, since stage 2 needs both at every position. At a tie q = p: the side w = 0.
+    On GPUs one Triton kernel forward and one backward.
     """
-    alpha, entropy = _DenseTerms.apply(logits, prob)
+    kernel = kernel_for("overlap_loss", logits, lambda module: module.supports(logits, prob))
+    alpha, entropy = _DenseTerms.apply(logits, prob) if kernel is None else kernel.dense_terms(logits, prob)
     return alpha, entropy
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eagle.decode.drafting import EagleDrafter
 from eagle.decode.engine import Engine
+from eagle.train.objectives import dense_terms
 from kernels import dispatch, draft_step, launching
 from tests.decode.models import draft, target
 from tests.kernels.compare import poison
@@ -77,3 +78,31 @@ def test_drawn_drafts_depend_on_seed_and_position_and_count_their_probability():
         assert torch.allclose(first.gather(1, index[:, None])[:, 0], log_q[:, 0], atol=1e-5)
         with pytest.raises(ValueError, match="1 at least"):
             draft_step.draft(drafter._weights, cache, *state, positions, 0)
+
+
+def test_the_training_objective_takes_the_kernel():
+    torch.manual_seed(0)
+    logits, prob = torch.randn(5, 70, requires_grad=True), torch.randn(5, 70).softmax(-1)
+    found, heard = [], []
+    for backend in ("triton", "reference"):
+        with dispatch.using(backend=backend), launching.heard(heard.append):
+            alpha, entropy = dense_terms(logits, prob)
+            found.append((alpha, entropy, torch.autograd.grad((2 * alpha - entropy).sum(), logits)[0]))
+    assert heard == ["overlap_kernel", "overlap_backward_kernel"]
+    for one, two in zip(*found, strict=True):
+        assert torch.allclose(one, two, atol=1e-5)
+
+
+def test_training_in_half_precision_takes_the_kernels():
+    net, heard = draft(target()).requires_grad_(), []
+    x = torch.randn(2, 3, net.spec.hidden_size)
+    mlp = net.layers[0].mlp
+    found = []
+    for backend in ("triton", "reference"):
+        with dispatch.using(backend=backend), launching.heard(heard.append), net.half_precision():
+            out = mlp(x)
+            found.append((out, *torch.autograd.grad(out.float().square().sum(), list(mlp.parameters()))))
+    assert heard == ["silu_mul_kernel", "silu_mul_backward_kernel"]
+    for one, two in zip(*found, strict=True):
+        assert one.dtype == two.dtype
+        assert torch.allclose(one.float(), two.float(), rtol=0.05, atol=0.02 * float(two.detach().abs().max()))
