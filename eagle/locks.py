@@ -69,8 +69,10 @@ def owned_lock(path: Path, timeout: float = 0.0, *, shared_in_process: bool = Fa
     `shared_in_process`: the same process may take it again while it holds it.
     """
     with FileLock(path, timeout=timeout, is_singleton=shared_in_process):
-        me = this_process()
-        if owner_of(path) == me:
+        me, named = this_process(), owner_of(path)
+        # Without flock (some network file systems) filelock keeps its own mark in the file, which must stay.
+        foreign = named is None and path.stat().st_size > 0
+        if named == me or foreign:
             yield
             return
         path.write_text(json.dumps(asdict(me), ensure_ascii=False), encoding="utf-8")

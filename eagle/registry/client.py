@@ -28,6 +28,7 @@ from eagle import manifest
 from eagle.config import Config
 from eagle.errors import BusyError, PreflightError, StepFailed
 from eagle.locks import holder, owned_lock
+from eagle.registry.lineage import ABANDONED, DATASET, KEY, PENDING, PLACE, VERDICT
 from eagle.signals import sigterm_raises
 
 BATCH = 100
@@ -142,15 +143,15 @@ def close_stale_runs(store: Store, key: str, at: str) -> list[str]:
     so no live process can own them. Versions that such a run had registered without a verdict are marked abandoned.
     """
     stale: set[str] = set()
-    for tag, value in (("eagle.key", key), ("eagle.place", at)):
+    for tag, value in ((KEY, key), (PLACE, at)):
         quoted = value.replace("'", "''")
         query = f"tags.`{tag}` = '{quoted}' and attributes.status = 'RUNNING'"
         stale.update(run.info.run_id for run in store.client.search_runs([store.experiment_id], query))
     for run_id in sorted(stale):
         store.client.set_terminated(run_id, "KILLED")
         for version in store.client.search_model_versions(f"run_id = '{run_id}'"):
-            if version.tags.get("eagle.verdict") == "pending":
-                store.client.set_model_version_tag(version.name, str(version.version), "eagle.verdict", "abandoned")
+            if version.tags.get(VERDICT) == PENDING:
+                store.client.set_model_version_tag(version.name, str(version.version), VERDICT, ABANDONED)
     return sorted(stale)
 
 
@@ -212,7 +213,7 @@ def log_dataset(store: Store, run_id: str, folder: Path, content_hash: str) -> N
     """Record the dataset as the run's input; MLflow holds 36 characters of a digest, the tag holds the whole hash."""
     dataset = Dataset("dataset", content_hash[:DIGEST_LENGTH], "local", manifest.canonical({"uri": folder.resolve().as_uri()}))
     store.client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
-    store.client.log_batch(run_id, tags=[RunTag("eagle.dataset", content_hash)])
+    store.client.log_batch(run_id, tags=[RunTag(DATASET, content_hash)])
 
 
 def upload_bundle(store: Store, run_id: str, folder: Path, mlmodel: Path, expected: dict[str, str], scratch: Path) -> str:

@@ -13,8 +13,9 @@ from eagle.bundle.acceptance import pick_prompts
 from eagle.bundle.validate import check_bundle
 from eagle.errors import BundleError, StepFailed
 from eagle.progress import say
-from eagle.registry.client import Store, fetch_version
+from eagle.registry.client import Store
 from eagle.registry.gate import Candidate
+from eagle.registry.pull import pull
 from eagle.serve.command import speculative_config
 from eagle.steps import StepContext
 from eagle.target.generate import Request
@@ -28,14 +29,16 @@ def remeasure(
     """Return the champion's figures with its acceptance length on the prompts of this run, greedy, float32.
 
     None when its bundle does not fit the present target at all (other widths or vocabulary): then there is nothing to
-    compare with. Raises StepFailed when its files cannot be fetched or vLLM fails.
+    compare with. Raises StepFailed when its files cannot be fetched or vLLM fails, BundleError when they are not the
+    registered ones.
     """
     config = context.config
     say(f"register: champion version {champion.version} was measured on other prompts or settings; measuring it again in vLLM")
     target = ensure_target(config.target, context.root, context.cache)
     folder = context.work / "champion"
     shutil.rmtree(folder, ignore_errors=True)
-    bundle = fetch_version(store, champion, folder)
+    bundle = folder / "bundle"
+    pull(store, champion, bundle)
     try:
         check_bundle(bundle, target)
     except BundleError as error:

@@ -87,6 +87,14 @@ def test_what_is_no_name_names_nobody(tmp_path: Path, content: str) -> None:
     assert not (tmp_path / "none.lock").exists()
 
 
+def test_a_mark_that_filelock_keeps_in_the_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    path.write_text("123\nsome-host\n")
+    with owned_lock(path):
+        assert path.read_text() == "123\nsome-host\n"
+    assert path.read_text() == "123\nsome-host\n"
+
+
 def test_a_folder_removed_under_the_lock_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
     with owned_lock(path):

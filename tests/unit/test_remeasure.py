@@ -10,9 +10,11 @@ import pytest
 from eagle.bundle.export import export_draft
 from eagle.config import Config
 from eagle.draft.io import save_draft
-from eagle.errors import StepFailed
+from eagle.errors import BundleError, StepFailed
 from eagle.registry import client, remeasure
 from eagle.registry.gate import Candidate
+from eagle.registry.lineage import FILES
+from eagle.registry.mlmodel import write_mlmodel
 from eagle.steps import StepContext
 from eagle.target.vllm import Counters, VllmJob, VllmResult
 from tests.toys import tiny_target
@@ -33,8 +35,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[StepContext, client.
     store = client.open_store(config, root)
     with client.tracked_run(store, "champion", {}) as run_id:
         expected = {f["path"]: f["sha256"] for f in client.manifest.list_files(root / "bundle")}
-        source = client.upload_bundle(store, run_id, root / "bundle", expected, root / "scratch")
-        version = client.create_version(store, "m", source, run_id, {})
+        (root / "more").mkdir()
+        mlmodel = write_mlmodel(root / "more", expected, str(target), 2)
+        files = expected | {mlmodel.name: client.manifest.hash_file(mlmodel)}
+        source = client.upload_bundle(store, run_id, root / "bundle", mlmodel, files, root / "scratch")
+        version = client.create_version(store, "m", source, run_id, {FILES: client.manifest.canonical(files)})
     client.set_alias(store, "m", "champion", version)
     context = StepContext(config, root, {"dataset": root / "dataset"}, root / "out", root / "work")
     return context, store, client.by_alias(store, "m", "champion")
@@ -84,3 +89,17 @@ def test_no_counters_is_a_failure_not_a_figure(
     answer(monkeypatch, Counters(0, 0, 0, []))
     with pytest.raises(StepFailed, match="no drafts"):
         remeasure.remeasure(store, champion, RECORDED, context, "new prompts")
+
+
+def test_a_champion_whose_files_were_altered_in_the_store_is_not_loaded(
+    made: tuple[StepContext, client.Store, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, store, champion = made
+    jobs = answer(monkeypatch, None)
+    stored = next((context.root / ".state" / "mlartifacts").rglob("model.safetensors"))
+    whole = stored.read_bytes()
+    stored.write_bytes(whole[:-1] + b"\x01")
+    with pytest.raises(BundleError, match=r"damaged in the artifact store \(model.safetensors is altered\)"):
+        remeasure.remeasure(store, champion, RECORDED, context, "new prompts")
+    stored.write_bytes(whole)
+    assert jobs == []
