@@ -95,12 +95,29 @@ def step(
 
 
 @app.command()
-def plan(context: typer.Context, folder: DirOption = None, profile: ProfileOption = None, overrides: SetOption = None) -> None:
-    """Show what a run would do, and why; starts nothing. Example: eagle --profile full plan"""
-    from eagle.plan import make_plan
+def plan(
+    context: typer.Context,
+    folder: DirOption = None,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Which depth, width and K would be fastest, from what the run has measured.")
+    ] = False,
+    profile: ProfileOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Show what a run would do, and why; starts nothing. Example: eagle --profile full plan
 
+    Example of advice for a finished run: eagle plan --advise --dir runs/default
+    """
     config, root, chosen = _load(context, profile, overrides)
     base = _base(root, config, chosen, folder)
+    if advise:
+        from eagle.bench.advise import advise as advice_for
+        from eagle.bench.advise_report import render
+
+        sys.stdout.write(render(advice_for(base, chosen)))
+        return
+    from eagle.plan import make_plan
+
     made = make_plan(config, root, base)
     table = Table(title=f"plan of profile '{chosen}' in {base}", title_justify="left")
     for column in ("step", "state", "why", "time", "disk"):
