@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -71,8 +71,8 @@ def make_conditions(
     for name, dress in perturbations(tokenizer, _read(root, "systems", room)).items():
         found.append(_dressed(tokenizer, name, dress, base, room))
     found += _languages(render, root, room, count)
-    code = _read(root, "code", room)[:count]
-    found.append(Condition("code", "code", PLAIN, [render(p.messages) for p in code], [p.id for p in code], paired=False))
+    code = [render(prompt.messages) for prompt in _read(root, "code", room)[:count]]
+    found.append(_fitting(Condition("code", "code", PLAIN, code, [str(at) for at in range(len(code))], paired=False), room))
     return found + _contexts(tokenizer, base, dataset, room)
 
 
@@ -80,7 +80,7 @@ def _read(root: Path, name: str, room: Room) -> list[Prompt]:
     path, quarantine = root / PLACE / f"{name}.jsonl", Quarantine()
     if not path.is_file():
         raise DataError(f"suite 'robustness': {path} is missing; it ships with the project, restore it")
-    found = read_prompt_file(path, (PLACE / path.name).as_posix(), room.prompt, quarantine)
+    found = read_prompt_file(path, (PLACE / path.name).as_posix(), room.positions, quarantine)
     if quarantine.entries or not found:
         first = quarantine.entries[0]
         raise DataError(f"suite 'robustness': {first.file}, row {first.row}: {first.reason}; restore the file that ships")
@@ -97,10 +97,15 @@ def _dressed(
     if any(text is None for text in texts):
         return Condition("template", name, PLAIN, skipped="the target's template has nothing that could be changed so")
     prompts = [encode(tokenizer, text) for text in texts if text]
-    fits = [at for at, ids in enumerate(prompts) if 0 < len(ids) <= room.positions - room.answer]
-    if not fits:
-        return Condition("template", name, PLAIN, skipped=f"no prompt fits {room.positions} positions")
-    return Condition("template", name, PLAIN, [prompts[at] for at in fits], [base[at].id for at in fits])
+    return _fitting(Condition("template", name, PLAIN, prompts, [prompt.id for prompt in base]), room)
+
+
+def _fitting(condition: Condition, room: Room) -> Condition:
+    """Return the condition without the prompts that leave no room for their answers."""
+    fits = [at for at, ids in enumerate(condition.prompts) if 0 < len(ids) <= room.positions - room.answer]
+    why = None if fits else f"no prompt with its answer fits {room.positions} positions"
+    kept, keys = [condition.prompts[at] for at in fits], [condition.keys[at] for at in fits]
+    return replace(condition, prompts=kept, keys=keys, skipped=why)
 
 
 def _languages(render: Callable[[list[dict[str, str]]], Ids], root: Path, room: Room, count: int | None) -> list[Condition]:
@@ -108,13 +113,12 @@ def _languages(render: Callable[[list[dict[str, str]]], Ids], root: Path, room: 
     by_kind: dict[str, list[Ids]] = {ENGLISH: []}
     for prompt in _read(root, "languages", room):
         by_kind.setdefault(prompt.kind, []).append(render(prompt.messages))
-    return [
-        Condition(
-            "language", f"language-{kind}", None if kind == ENGLISH else f"language-{ENGLISH}",
-            prompts[:count], [str(at) for at in range(len(prompts[:count]))],
-        )
-        for kind, prompts in by_kind.items()
-    ]  # fmt: skip
+    found = []
+    for kind, prompts in by_kind.items():
+        against, chosen = None if kind == ENGLISH else f"language-{ENGLISH}", prompts[:count]
+        condition = Condition("language", f"language-{kind}", against, chosen, [str(at) for at in range(len(chosen))])
+        found.append(_fitting(condition, room))
+    return found
 
 
 def _contexts(tokenizer: PreTrainedTokenizerBase, base: Sequence[Prompt], dataset: Path, room: Room) -> list[Condition]:

@@ -153,10 +153,15 @@ def _loss(
 ) -> dict[str, Any] | None:
     if condition.against is None:
         return None
+    if condition.against not in counts:
+        return None
     base, found = counts[condition.against][name], counts[condition.name][name]
     if condition.paired:
         place = {key: at for at, key in enumerate(by_name[condition.against].keys)}
-        base = base.take([place[key] for key in condition.keys])
+        shared = [at for at, key in enumerate(condition.keys) if key in place]
+        if not shared:
+            return None
+        base, found = base.take([place[condition.keys[at]] for at in shared]), found.take(shared)
     return relative_loss(base, found, paired=condition.paired, seed=seed).as_json()
 
 

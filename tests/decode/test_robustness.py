@@ -193,6 +193,10 @@ def test_losses_compare_the_same_prompts() -> None:
     assert bare["measured"]["run"]["loss"]["value"] == round(1 - 2 / 3, 4), "against prompt b alone"
     assert bare["compared"]["value"] == 0.5
     assert roles["measured"] == {}
+    lonely = Condition("language", "language-de", "language-en", ids[:1], ["0"])
+    alone = evaluate([lonely], {"language-de": {"run": counts([[1]])}}, 0)
+    assert alone["conditions"][0]["measured"]["run"]["loss"] is None, "its baseline had no prompts"
+    assert alone["worst"] == {}
     assert found["worst"] == {"template": {"name": "bare", "loss": bare["measured"]["run"]["loss"]}}
     assert worst_loss(found, ["bare", "roles"]).value == pytest.approx(33.33)
     assert worst_loss(found, ["roles"]).value is None
@@ -226,6 +230,10 @@ def test_conditions_of_a_project(project: tuple[Config, Path]) -> None:
             assert set(condition.keys) <= set(by_name[condition.against].keys)
     assert by_name["system-none"].skipped
     assert by_name["context-4096"].skipped == "target and draft take 2048 positions"
+    tight = {c.name: c for c in make_conditions(tokenizer, ROOT, base / "dataset", Room(1500, 10, 200), 40)}
+    assert "fits 200 positions" in str(tight["system-policy"].skipped)
+    assert 0 < len(tight["language-ru"].prompts) < 8
+    assert all(len(ids) <= 190 for c in tight.values() if c.name != "plain" for ids in c.prompts)
     for length in CONTEXTS[1:3]:
         assert all(LEAST * (length - 10) <= len(ids) <= length - 10 for ids in by_name[f"context-{length}"].prompts)
 
