@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eagle import manifest
+from eagle.config import Config
 from eagle.draft.io import load_draft, read_spec, target_embedding
 from eagle.draft.model import DraftModel
 from eagle.draft.spec import DraftSpec
@@ -21,8 +22,10 @@ from eagle.errors import ConfigError
 from eagle.progress import say
 from eagle.steps import StepContext
 from eagle.target.identity import IDENTITY, target_identity
-from eagle.target.load import TargetDims
-from eagle.train.warm_source import fetch_source
+from eagle.target.load import TargetDims, target_dims
+from eagle.target.resolve import local_target
+from eagle.target.taps import resolve_aux_layers
+from eagle.train.warm_source import REGISTRY, fetch_source, find_draft
 
 _MEND = "distill.warm_start=null starts a fresh draft"
 # Fields of the network and the configuration's keys for them.
@@ -46,11 +49,7 @@ def warm_draft(
     source = str(config.distill.warm_start)
     folder = fetch_source(config, context.root, context.work / "warm_start")
     wanted = DraftSpec.from_config(config.draft, dims, aux_layers)
-    found = read_spec(folder)
-    _check_target(source, found, wanted)
-    _check_identity(source, folder, target_identity(config.target, target, context.root, context.cache))
-    _check_network(source, found, wanted)
-    _check_map_size(source, found, wanted)
+    _check_fit(source, folder, wanted, target_identity(config.target, target, context.root, context.cache))
     loaded = load_draft(folder, target, dtype="float32")
     ids: NDArray[np.int64] = loaded.draft_ids().cpu().numpy().astype(np.int64)
     lacking = sorted(set(dims.eos_token_ids) - set(ids.tolist()))
@@ -65,6 +64,27 @@ def warm_draft(
     )
     say(f"distill: going on from {source}: its {len(ids)} draft tokens are kept")
     return model, ids
+
+
+def check_early(config: Config, root: Path, cache: Path) -> None:
+    """Refuse a folder's draft that `warm_draft` would refuse, before the data set is made; loads no weights.
+
+    A registered draft, or a target that is not on this disk yet, is left to the step. Raises as `warm_draft` does.
+    """
+    source, target = config.distill.warm_start, local_target(config.target, root, cache)
+    if source is None or source.startswith(REGISTRY) or target is None:
+        return
+    dims = target_dims(target)
+    wanted = DraftSpec.from_config(config.draft, dims, resolve_aux_layers(config.target.aux_layers, dims.num_layers))
+    _check_fit(source, find_draft(source, root), wanted, target_identity(config.target, target, root, cache))
+
+
+def _check_fit(source: str, folder: Path, wanted: DraftSpec, identity: dict[str, Any]) -> None:
+    found = read_spec(folder)
+    _check_target(source, found, wanted)
+    _check_identity(source, folder, identity)
+    _check_network(source, found, wanted)
+    _check_map_size(source, found, wanted)
 
 
 def _check_target(source: str, found: DraftSpec, wanted: DraftSpec) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from eagle import manifest
 from eagle.config import Config
-from eagle.errors import ConfigError
+from eagle.errors import ConfigError, closest
 
 REGISTRY = "models:/"
 _INSIDE = (".", "draft", "bundle", "policy/draft", "bundle/bundle")  # where a given folder may keep its draft, in this order
@@ -54,7 +54,9 @@ def find_draft(source: str, root: Path) -> Path:
     for place in _INSIDE:
         if all((given / place / name).is_file() for name in _FILES):
             return (given / place).resolve()
-    what = f"{given} holds no draft ({' and '.join(_FILES)})" if given.is_dir() else f"no folder {given}"
+    beside = [path.name for path in given.parent.iterdir() if path.is_dir()] if given.parent.is_dir() else []
+    missing = f"no folder {given}{closest(given.name, sorted(beside))}"
+    what = f"{given} holds no draft ({' and '.join(_FILES)})" if given.is_dir() else missing
     raise ConfigError(
         f"distill.warm_start: {what}; give a run's folder, a draft's, or {REGISTRY}NAME@champion, or null for a fresh draft"
     )

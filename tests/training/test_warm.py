@@ -17,7 +17,9 @@ from eagle.errors import ConfigError
 from eagle.steps import STEPS, key_parts, run_step, status
 from eagle.target.identity import IDENTITY, tokenizer_hash
 from eagle.train import distill
+from eagle.train.warm import check_early
 from eagle.train.warm_source import find_draft, is_alias
+from flows.launch import Launch, preflight
 from tests.toys import tiny_tokenizer
 from tests.training.builders import Toy, make_toy
 from tests.training.test_distill import context
@@ -132,16 +134,30 @@ def test_other_weights_with_the_same_tokenizer_are_no_obstacle(
     assert "does not say which tokenizer" in capsys.readouterr().err
 
 
+def test_the_flow_refuses_before_the_data_set_is_made(toy: Toy, former: Path, tmp_path: Path) -> None:
+    at = context(toy, tmp_path, warm_start=str(former), **OTHER)
+    values = at.config.model_dump(by_alias=True)
+    values["dataset"] |= {"backend": "transformers"}
+    values["bundle"] |= {"validate_in_vllm": False}
+    values["flow"] |= {"min_free_gib": 0.0}
+    launch = Launch(tmp_path, Config.model_validate(values), "default", (), "r", False)
+    launch.base.mkdir(parents=True)
+    assert preflight(launch)[:2] == ["dataset", "distill"]
+    values["draft"] |= {"layers": 1}
+    with pytest.raises(ConfigError, match=r"num_layers 2, draft\.layers asks for 1"):
+        preflight(Launch(tmp_path, Config.model_validate(values), "default", (), "r", False))
+    for unknown in ({"distill": {**values["distill"], "warm_start": "models:/m@champion"}}, {"target": {"model": "some/hub-name"}}):
+        check_early(Config.model_validate({**values, **unknown}), tmp_path, tmp_path)
+
+
 def test_what_a_path_may_be(former: Path, tmp_path: Path) -> None:
     wanted = (former / "draft").resolve()
     run = tmp_path / "run"
     shutil.copytree(former, run / "policy")
     assert find_draft(str(former), tmp_path) == find_draft(str(former / "draft"), tmp_path) == wanted
     assert find_draft("run", tmp_path) == (run / "policy" / "draft").resolve()
-    for source, words in (("nowhere", "no folder"), ("run/policy/draft/..", None), (".", "holds no draft")):
-        if words is None:
-            assert find_draft(source, tmp_path) == (run / "policy" / "draft").resolve()
-            continue
+    assert find_draft("run/policy/draft/..", tmp_path) == find_draft("run", tmp_path)
+    for source, words in (("nowhere", "no folder"), ("rum", "closest: 'run'"), (".", "holds no draft")):
         with pytest.raises(ConfigError, match=f"distill.warm_start: .*{words}"):
             find_draft(source, tmp_path)
     assert is_alias("models:/m@champion")
