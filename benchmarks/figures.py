@@ -22,7 +22,9 @@ from eagle.errors import closest
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-MODULES = ("benchmarks.spine", "benchmarks.decoding", "benchmarks.kernels", "benchmarks.operations")
+MODULES = (
+    "benchmarks.spine", "benchmarks.decoding", "benchmarks.kernels", "benchmarks.operations", "benchmarks.robustness",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from eagle.commands.ablate import ablate
 from eagle.commands.doctor import doctor
 from eagle.commands.invocation import DirOption, Invocation, ProfileOption, SetOption, base_folder, load
 from eagle.commands.watch import watch
-from eagle.errors import EagleError
+from eagle.errors import ConfigError, EagleError
 from eagle.progress import say
 from eagle.signals import leave
 
@@ -72,12 +72,29 @@ def step(
 
 
 @app.command()
-def plan(context: typer.Context, folder: DirOption = None, profile: ProfileOption = None, overrides: SetOption = None) -> None:
-    """Show what a run would do, and why; starts nothing. Example: eagle --profile full plan"""
-    from eagle.plan import make_plan
+def plan(
+    context: typer.Context,
+    folder: DirOption = None,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="Which depth, width and K would be fastest, from what the run has measured.")
+    ] = False,
+    profile: ProfileOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Show what a run would do, and why; starts nothing. Example: eagle --profile full plan
 
+    Example of advice for a finished run: eagle plan --advise --dir runs/default
+    """
     config, root, chosen = load(context, profile, overrides)
     base = base_folder(root, config, chosen, folder)
+    if advise:
+        from eagle.bench.advise import advise as advice_for
+        from eagle.bench.advise_report import render
+
+        sys.stdout.write(render(advice_for(base, chosen)))
+        return
+    from eagle.plan import make_plan
+
     made = make_plan(config, root, base)
     table = Table(title=f"plan of profile '{chosen}' in {base}", title_justify="left")
     for column in ("step", "state", "why", "time", "disk"):
@@ -93,19 +110,38 @@ def plan(context: typer.Context, folder: DirOption = None, profile: ProfileOptio
 @app.command()
 def bench(
     context: typer.Context,
-    suite: Annotated[str, typer.Option("--suite", help="default, heldout, mixed, load, or a JSONL file of prompts.")] = "default",
+    suite: Annotated[
+        str, typer.Option("--suite", help="default, heldout, mixed, load, robustness, or a JSONL file of prompts.")
+    ] = "default",
     folder: DirOption = None,
     methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated; default: all that can be measured.")] = None,
     batches: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,32",
     prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="At most this many prompts of the suite.")] = 32,
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Interleaved turns.")] = 5,
     out: Annotated[Path | None, typer.Option("--out", help="Output folder; default RUN/bench-<suite>.")] = None,
+    compare_with: Annotated[
+        Path | None, typer.Option("--compare", help="robustness only: the run folder of a second draft.")
+    ] = None,
     profile: ProfileOption = None,
     overrides: SetOption = None,
 ) -> None:
-    """Compare speculation methods with the drafts of a run. Example: eagle bench --suite default --dir runs/default"""
+    """Compare speculation methods with the drafts of a run. Example: eagle bench --suite default --dir runs/default
+
+    --suite robustness measures acceptance only, of the run's draft, under perturbed templates, other languages, code and long
+    contexts; --methods, --batch and --rounds do not matter there.
+    """
     from eagle.bench.compare import available_methods, compare, find_sources
 
+    if suite == "robustness":
+        from eagle.bench.robustness import measure_robustness
+
+        config, root, chosen = load(context, profile, overrides)
+        base = base_folder(root, config, chosen, folder)
+        done = measure_robustness(config, root, base, compare=compare_with, prompts=prompts, out=out)
+        say(f"bench: done -> {done}; next: read {shlex.quote(str(done / 'robustness.md'))}")
+        return
+    if compare_with is not None:
+        raise ConfigError("--compare: only the suite 'robustness' compares two runs' drafts; add --suite robustness")
     said = [f"bench.batch_sizes=[{batches}]", f"bench.rounds={rounds}", "bench.temperatures=[0.0]"]
     config, root, chosen = load(context, profile, [*said, *(overrides or ())])
     base = base_folder(root, config, chosen, folder)

@@ -106,6 +106,12 @@ class DatasetConfig(Section):
         0.85, description="prompts more alike than this (Jaccard of word 3-grams) are dropped; 1 = exact duplicates only"
     )
     shard_rows: PositiveInt = Field(2048, description="rows per Parquet shard")
+    replay_from: str | None = Field(
+        None, min_length=1, description="dataset folder of another run whose training rows are mixed in; null = none"
+    )
+    replay_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.3, description="share of the training rows that comes from replay_from"
+    )
 
 
 class DraftConfig(Section):
@@ -141,6 +147,9 @@ class DepthStage(Section):
 class DistillConfig(Section):
     """Stage 1: supervised distillation on the target's own outputs."""
 
+    warm_start: str | None = Field(
+        None, min_length=1, description="draft to go on from: a folder, models:/NAME@champion or models:/NAME/3; null = a fresh one"
+    )
     stages: list[DepthStage] = Field(
         default_factory=lambda: [DepthStage(depth=1, steps=400), DepthStage(depth=3, steps=170)], min_length=1
     )

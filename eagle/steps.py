@@ -25,6 +25,7 @@ from eagle.errors import BusyError, ConfigError, StepFailed, closest
 from eagle.locks import holder, owned_lock
 from eagle.progress import say
 from eagle.target.resolve import target_fingerprint
+from eagle.train.warm_source import is_alias, source_hash
 
 CODE_ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,6 +64,7 @@ class Step:
     inputs: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
     reads_prompts: bool = False
+    warm_starts: bool = False
 
     def load(self) -> StepFunction:
         """Import and return the step's function (only now: a step that is up to date never imports torch)."""
@@ -84,7 +86,7 @@ _TRAIN = (
 _POLICY_CODE = ("distill", "rollout", "visits", "group", "reward", "reference", "policy")
 _POLICY_READS = ("distill.top_k", "distill.autocast", "distill.betas", "distill.min_learning_rate_ratio")
 # what the rivals do not share with the draft
-_DISTILL_ONLY = ("stages", "max_minutes", "objective", "lk_eta", "dpace_smoothing", "step_decay", "head_rows")
+_DISTILL_ONLY = ("warm_start", "stages", "max_minutes", "objective", "lk_eta", "dpace_smoothing", "step_decay", "head_rows")
 _RIVALS_READ = tuple(f"distill.{key}" for key in DistillConfig.model_fields if key not in _DISTILL_ONLY)
 
 # fmt: off
@@ -94,7 +96,7 @@ STEPS: dict[str, Step] = {
         Step("dataset", "eagle.dataset.step:run", ("target", "dataset", "vllm.max_num_seqs"), (),
              ("eagle/dataset", "eagle/target"), reads_prompts=True),
         Step("distill", "eagle.train.distill:run", ("target", "draft", "distill"), ("dataset",),
-             (*_TRAIN, "eagle/train/distill.py")),
+             (*_TRAIN, "eagle/train/distill.py", "eagle/train/warm.py", "eagle/train/warm_source.py"), warm_starts=True),
         Step("policy", "eagle.train.policy:run", ("target", "policy", *_POLICY_READS), ("dataset", "distill"),
              (*_TRAIN, *(f"eagle/train/{name}.py" for name in _POLICY_CODE))),
         Step("tune", "eagle.bench.tune:run", ("target", "tune"), ("policy",),
@@ -150,6 +152,11 @@ def key_parts(step: Step, config: Config, root: Path, base: Path) -> dict[str, A
         given = {f"prompts:{name}": root / name for name in config.dataset.prompt_files}
         for label, path in (shipped | given).items():
             extra[label] = manifest.hash_file(path) if path.is_file() else "missing"
+        if config.dataset.replay_from:
+            replayed = manifest.read_manifest(root / config.dataset.replay_from)
+            extra["replay_from"] = replayed["content_hash"] if replayed else "missing"
+    if step.warm_starts and config.distill.warm_start:
+        extra[WARM_START] = source_hash(config, root)
     return {
         "seed": config.runtime.seed,
         "config": {name: _at(dumped, name) for name in step.sections},
@@ -160,12 +167,15 @@ def key_parts(step: Step, config: Config, root: Path, base: Path) -> dict[str, A
 
 
 WORK_KEY = "key.json"
+WARM_START = "warm_start"
 
 
 def status(step: Step, config: Config, root: Path, base: Path) -> Status:
     """Compare the folder's manifest with what a run would be made of now. Reads hashes, imports nothing heavy."""
     parts = key_parts(step, config, root, base)
     found = manifest.read_manifest(base / step.name)
+    if found and is_alias(config.distill.warm_start):
+        parts = _with_former_start(found["parts"], parts)
     if found is None:
         work = base / f"{step.name}.work"
         if _work_key(work) != manifest.hash_json(parts):
@@ -176,6 +186,17 @@ def status(step: Step, config: Config, root: Path, base: Path) -> Status:
         gone = manifest.missing_file(base / step.name, found)
         return Status(gone is None, f"file changed or gone: {gone}" if gone else "up to date", parts)
     return Status(False, _difference(found["parts"], parts), parts)
+
+
+def _with_former_start(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts with the warm start of the finished folder when nothing else is new.
+
+    A run that becomes champion moves the alias that it started from: that alone must not train it again.
+    """
+    if WARM_START not in new["extra"] or WARM_START not in old.get("extra", {}):
+        return new
+    kept = {**new, "extra": {**new["extra"], WARM_START: old["extra"][WARM_START]}}
+    return kept if kept == old else new
 
 
 def _at(config: dict[str, Any], path: str) -> Any:

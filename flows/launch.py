@@ -90,7 +90,10 @@ def run_lock(launch: Launch) -> Iterator[None]:
 
 
 def preflight(launch: Launch) -> list[str]:
-    """Check what the steps that will run need: free disk, vLLM. Returns their names; PreflightError otherwise."""
+    """Check what the steps that will run need: free disk, vLLM, a draft to go on from that fits.
+
+    Returns their names. Raises PreflightError otherwise, ConfigError for files that are not there or do not fit.
+    """
     stale = launch.stale_steps()
     if stale:
         free = shutil.disk_usage(launch.base).free / GIB
@@ -104,6 +107,10 @@ def preflight(launch: Launch) -> list[str]:
 
         for name in launch.config.dataset.prompt_files:
             find_prompt_file(launch.root, name)
+    if "distill" in stale and launch.config.distill.warm_start:
+        from eagle.train.warm import check_early
+
+        check_early(launch.config, launch.root, launch.root / launch.config.paths.cache)
     _need_vllm(launch, stale)
     return stale
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import io
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.table import Table
 
@@ -22,17 +20,17 @@ from eagle import manifest
 from eagle.bench.arrivals import Limits, LoadResult
 from eagle.bench.load import run_load
 from eagle.bench.methods import Sources
+from eagle.bench.outputs import ABOUT, replacing, result_folder
 from eagle.bench.session import Session, make_lab, read_tuned, run_session, timed_dtype, write_outputs
 from eagle.bench.suites import SUITES, Suite, load_suite
 from eagle.bench.workload import Arm
 from eagle.config import Config, Method
-from eagle.errors import BusyError, ConfigError, StepFailed
+from eagle.errors import StepFailed
 from eagle.progress import Track, say
 from eagle.target.load import ensure_target, load_tokenizer, pick_device, setup_torch
 from eagle.target.template import render_prompt
 
 LOAD = "load"
-ABOUT = "suite.json"  # marks a folder of results
 
 
 def find_sources(base: Path) -> Sources:
@@ -65,25 +63,15 @@ def compare(config: Config, root: Path, base: Path, suite: str, prompts: int | N
             needed = "distill" if method == "eagle31-distilled" else "rivals"
             raise StepFailed(f"bench: '{method}' needs the step '{needed}'; run: eagle step {needed} --dir {base}")
     tuned = read_tuned(base / "tune")
-    final = _place(out or base / f"bench-{_short(suite, root)}")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(final.with_name(f"{final.name}.lock"), timeout=0):
-            target = ensure_target(config.target, root, root / config.paths.cache)
-            work = load_suite(
-                "default" if suite == LOAD else suite, root=root, render=partial(render_prompt, load_tokenizer(target)),
-                max_prompt_tokens=config.dataset.max_prompt_tokens, count=prompts, dataset=base / "dataset",
-            )  # fmt: skip
-            with tempfile.TemporaryDirectory(prefix=f".{final.name}.", dir=final.parent) as made:
-                fresh = Path(made) / "bench"
-                fresh.mkdir()
-                _measure(Session(config, target, sources, tuned, work), suite, fresh)
-                manifest.write_json(fresh / ABOUT, _about(work, suite))
-                if final.exists():
-                    final.rename(Path(made) / "old")
-                fresh.rename(final)
-    except Timeout:
-        raise BusyError(f"{final}: another bench is at work there; wait for it, or choose another folder with --out") from None
+    final = result_folder(out or base / f"bench-{_short(suite, root)}")
+    with replacing(final) as fresh:
+        target = ensure_target(config.target, root, root / config.paths.cache)
+        work = load_suite(
+            "default" if suite == LOAD else suite, root=root, render=partial(render_prompt, load_tokenizer(target)),
+            max_prompt_tokens=config.dataset.max_prompt_tokens, count=prompts, dataset=base / "dataset",
+        )  # fmt: skip
+        _measure(Session(config, target, sources, tuned, work), suite, fresh)
+        manifest.write_json(fresh / ABOUT, _about(work, suite))
     return final
 
 
@@ -102,14 +90,6 @@ def _short(suite: str, root: Path) -> str:
         return suite
     place = hashlib.sha256(str((root / suite).resolve()).encode()).hexdigest()[:6]
     return f"{Path(suite).stem}-{place}"
-
-
-def _place(folder: Path) -> Path:
-    """Return the output folder as an absolute path, if results may go there: nothing but former results is ever replaced."""
-    folder = folder.resolve()
-    if folder.exists() and not (folder.is_dir() and (not any(folder.iterdir()) or (folder / ABOUT).is_file())):
-        raise ConfigError(f"--out {folder}: it exists and holds no results of 'eagle bench'; name a new folder")
-    return folder
 
 
 def _about(work: Suite, suite: str) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 - `rows`: one per (batch, temperature, method, draft_tokens), see `measure.Timed.row`. Spreads are {median, min, max,
   runs}; `speedup` and `ttft_ratio` are ratios within a turn. Timed runs ignore stop tokens, so their acceptance length
-  also covers what the target says beyond its answer's end.
+  also covers what the target says beyond its answer's end. `predicted_speedup`: of Eagle 3.1 chains, from the tune step's
+  seconds and `acceptance` (`predict`), null where there are none.
 - `acceptance`: acceptance length (bonus token included) and by position over all prompts, to the answers' ends, of every
   method with a fixed draft length.
 - `equality`: share of greedy float32 tokens equal to the target's own, with every first difference.
@@ -25,7 +26,7 @@ import psutil
 import torch
 
 from eagle import manifest
-from eagle.bench import measure, plots, replays, table
+from eagle.bench import measure, plots, predict, replays, table
 from eagle.bench.methods import Lab, Sources
 from eagle.bench.workload import Arm, Workload, is_adaptive, speed_arms, window_size
 from eagle.config import Config, DType, Method
@@ -112,6 +113,7 @@ def run_session(session: Session) -> tuple[dict[str, Any], Traces]:
         "replay": _replay(session, lab, traces),
         "costs": {name: json.loads(costs.to_json()) for name, costs in lab.costs().items()},
     }
+    predict.add_predictions(result["rows"], result["acceptance"], predict.tuned_costs(tuned, dtype))
     del lab  # its memory is needed for the float32 target
     say("bench: greedy equality in float32")
     result["equality"] = _equality(session, device, stop)

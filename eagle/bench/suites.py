@@ -101,6 +101,15 @@ def load_suite(
     return suite
 
 
+def default_prompts(root: Path, render: Render, max_prompt_tokens: int, count: int | None = None) -> list[Prompt]:
+    """Return up to `count` prompts of the suite `default` in its order, as texts. Raises and tells as `load_suite` does."""
+    quarantine = Quarantine()
+    usable = _render(_read_shipped("default", root, max_prompt_tokens, quarantine), render, max_prompt_tokens, quarantine)
+    _need_some("default", len(usable), quarantine)
+    _tell("default", quarantine)
+    return [prompt for prompt, _ in _in_turns(usable)[:count]]
+
+
 def _read_shipped(name: str, root: Path, limit: int, quarantine: Quarantine) -> list[Prompt]:
     files = sorted((root / SHIPPED).glob("*.jsonl"))
     if not files:

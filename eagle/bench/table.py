@@ -26,7 +26,7 @@ def render(bench: Bench, width: int = 150) -> str:
     table = Table(title=Text(_title(bench)), title_justify="left", show_edge=False)
     for head in ("batch", "T", "speculation"):
         table.add_column(head, no_wrap=True)
-    for head in ("tokens/s", "speed-up", "TTFT ms", "ITL ms p50 / p95", "accepted", "drafted"):
+    for head in ("tokens/s", "speed-up", "predicted", "TTFT ms", "ITL ms p50 / p95", "accepted", "drafted"):
         table.add_column(head, justify="right", no_wrap=True)
     former = None
     for row in bench["rows"]:
@@ -40,6 +40,7 @@ def render(bench: Bench, width: int = 150) -> str:
             arm_name(row["method"], row["draft_tokens"]),
             _range(row["tokens_per_second"], 1),
             _range(row["speedup"], 2, "x"),
+            "" if row.get("predicted_speedup") is None else f"{row['predicted_speedup']:.2f}x",
             f"{row['ttft_ms']['median']:.0f}",
             f"{row['itl_ms']['p50']:.1f} / {row['itl_ms']['p95']:.1f}",
             "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}",

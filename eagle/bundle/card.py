@@ -119,6 +119,7 @@ def speed_rows(bench: dict[str, Any]) -> list[dict[str, Any]]:
             "tokens_per_second": _spread(row["tokens_per_second"], ".1f"),
             "without": _spread(without[(row["batch"], row["temperature"])]["tokens_per_second"], ".1f"),
             "speedup": _spread(row["speedup"], ".2f"),
+            "predicted": "-" if row.get("predicted_speedup") is None else f"{row['predicted_speedup']:.2f}",
         }
         for row in bench["rows"]
         if row["method"] == "eagle31"

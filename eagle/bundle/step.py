@@ -1,6 +1,6 @@
 """The bundle step: pack the draft for vLLM, check the pack, and let vLLM itself load and run it.
 
-Output: bundle/ (config.json, model.safetensors, serve.sh, README.md, and acceptance.json when validated) and
+Output: bundle/ (config.json, model.safetensors, target.json, serve.sh, README.md, and acceptance.json when validated) and
 validation.json: `validated`, `reason` when it is false, and otherwise the figures of `acceptance.validate_in_vllm`.
 """
 
@@ -19,6 +19,7 @@ from eagle.errors import StepFailed
 from eagle.progress import say
 from eagle.serve.command import serve_script
 from eagle.steps import StepContext
+from eagle.target.identity import IDENTITY, target_identity
 from eagle.target.load import ensure_target
 from eagle.target.vllm import find_vllm, require_vllm
 
@@ -39,6 +40,7 @@ def run(context: StepContext) -> dict[str, Any]:
     export_draft(context.inputs["policy"] / "draft", folder, config.bundle.dtype)
     report = check_bundle(folder, target)
     say(str(report))
+    manifest.write_json(folder / IDENTITY, target_identity(config.target, target, root, context.cache))
     script = folder / "serve.sh"
     manifest.write_text(script, serve_script(target.resolve(), interpreter, config, config.bundle.draft_tokens))
     script.chmod(0o755)

@@ -17,6 +17,7 @@ from eagle.dataset.prompts import Prompt, Split
 from eagle.dataset.quarantine import Quarantine
 from eagle.dataset.read import Row, write_shards
 from eagle.dataset.readers import find_prompt_file, read_prompt_file, sample_prompts
+from eagle.dataset.replay import Replay, replay_rows
 from eagle.dataset.selfprompt import self_prompt_requests, self_prompts
 from eagle.dataset.shipped import pick_shipped, read_templates
 from eagle.errors import DataError
@@ -24,6 +25,7 @@ from eagle.progress import say
 from eagle.steps import StepContext
 from eagle.target.generate import choose_backend, generate
 from eagle.target.load import ensure_target, load_tokenizer, target_dims
+from eagle.target.resolve import target_fingerprint
 
 FORMAT = 1
 
@@ -63,7 +65,14 @@ def run(context: StepContext) -> dict[str, Any]:
                 f"no {split} row: {len(questions)} prompts, {len(quarantine.entries)} rows quarantined {quarantine.reasons()}; "
                 "give more prompts or change dataset.heldout_fraction"
             )
-    return _write(context, target, tokenizer, rows, gathered, quarantine)
+    replay = replay_rows(
+        config, context.root, context.out.parent / "dataset", target_fingerprint(config.target, context.root, context.cache),
+        rows["train"], rows["heldout"],
+    )  # fmt: skip
+    if replay.about:
+        say(f"dataset: {len(replay.rows)} training rows replayed from {config.dataset.replay_from}")
+    rows["train"] = sorted([*rows["train"], *replay.rows], key=lambda row: row.id)
+    return _write(context, target, tokenizer, rows, gathered, quarantine, replay)
 
 
 def _gather(context: StepContext, target: Path, tokenizer: PreTrainedTokenizerBase, quarantine: Quarantine) -> _Gathered:
@@ -104,7 +113,7 @@ def _why_none(gathered: _Gathered, quarantine: Quarantine) -> str:
 
 def _write(
     context: StepContext, target: Path, tokenizer: PreTrainedTokenizerBase, rows: dict[Split, list[Row]],
-    gathered: _Gathered, quarantine: Quarantine,
+    gathered: _Gathered, quarantine: Quarantine, replay: Replay,
 ) -> dict[str, Any]:
     config = context.config
     shards = {split: write_shards(context.out, split, members, config.dataset.shard_rows) for split, members in rows.items()}
@@ -123,6 +132,7 @@ def _write(
             "chat_template_sha256": manifest.hash_json(tokenizer.chat_template), "stop_ids": list(_stop_ids(target, tokenizer)),
             "generated_by": choose_backend(config, context.root), "dtype": config.target.dtype, "seed": config.runtime.seed,
             "shards": shards, "rows": {split: len(members) for split, members in rows.items()},
+            **({"replay": replay.about} if replay.about else {}),
         },
     )
     metrics: dict[str, Any] = {
@@ -152,7 +162,7 @@ def _describe(rows: list[Row]) -> dict[str, Any]:
 
 
 def _family(source: str) -> str:
-    """Return the source without the shipped prompts' kind: 'file:chats.jsonl', 'shipped', 'self'."""
+    """Return the source without the shipped prompts' kind: 'file:chats.jsonl', 'shipped', 'self', 'replay'."""
     return source if source.startswith("file:") else source.partition(":")[0]
 
 

@@ -18,7 +18,12 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, s
     `messages` are `{"role", "content"}`. Raises DataError, one line, when the template refuses them (for example
     roles that do not alternate), ConfigError when the target has no chat template.
     """
-    return encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
+    return encode(tokenizer, render_text(tokenizer, messages))
+
+
+def render_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    """Return the text that `render_prompt` encodes. Raises as it does."""
+    return _render(tokenizer, messages, add_generation_prompt=True)
 
 
 def user_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -3,7 +3,7 @@
 The loss (`distill.objective`; the soft cross-entropy against the target's probabilities unless another is chosen) is taken
 at answer positions only, over the steps of a training-time test (EAGLE-3, arXiv 2503.01840): step k starts from the
 draft's own feedback of step k-1, with the row's tokens. The draft that is kept is the one with the best acceptance length
-replayed on held-out greedy answers.
+replayed on held-out greedy answers; after a warm start (`eagle.train.warm`) the draft it began with is one of them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from eagle.draft.vocab import choose_vocab, coverage, fitting_size
 from eagle.errors import StepFailed
 from eagle.progress import Track, say
 from eagle.steps import StepContext
+from eagle.target.identity import IDENTITY, target_identity
 from eagle.target.load import TargetDims, ensure_target, pick_device, setup_torch, target_dims
 from eagle.target.taps import resolve_aux_layers
 from eagle.train.batches import Batch, BatchPlan, collate, trainable
@@ -41,6 +42,7 @@ from eagle.train.objectives import soft_cross_entropy
 from eagle.train.schedule import Pace, learning_rate
 from eagle.train.supervised import DPACE, RowObjective, dpace_loss, row_objective, token_loss
 from eagle.train.validate import heldout_rows, replay_acceptance
+from eagle.train.warm import warm_draft
 
 LOG_EVERY = 10  # optimiser steps averaged into one row of curves.json
 
@@ -63,12 +65,16 @@ def run(context: StepContext, trainer_of: Callable[..., Trainer] | None = None) 
         context.inputs["dataset"], target, aux_layers, config.distill.top_k, context.cache, config.target.dtype,
         device=device, trust_remote_code=config.target.trust_remote_code,
     )
-    model, ids = new_draft(config, store, target, dims, aux_layers)
+    if config.distill.warm_start:
+        model, ids = warm_draft(context, target, dims, aux_layers)
+    else:
+        model, ids = new_draft(config, store, target, dims, aux_layers)
     trainer = (trainer_of or Trainer)(model.to(device), store, config.distill, config.runtime.seed, context.work)
     trainer.train()
     best = trainer.state.best
     shutil.copytree(trainer.best_folder(best["step"]), context.out / "draft")
     manifest.write_json(context.out / "curves.json", trainer.state.curves)
+    manifest.write_json(context.out / IDENTITY, target_identity(config.target, target, context.root, context.cache))
     return {
         "acceptance_length": best["acceptance_length"],
         "acceptance_by_position": best["acceptance_by_position"],
@@ -225,6 +231,8 @@ class Trainer:
             self.pace = Pace.from_json(self.config.stages, self.config.max_minutes * 60, saved["pace"])
             self.state = TrainState(**saved["state"])
             say(f"{self.name}: going on from step {self.pace.step}, {self.pace.elapsed / 60:.1f} min done")
+        elif self.config.warm_start:
+            self._validate()  # what it starts from may be the best; not timed: the pace would take it for every step's share
         with Track(self.name, self.pace.total, "steps", done=self.pace.step) as track:
             while not self.pace.done:
                 note = self._one_step()

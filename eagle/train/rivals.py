@@ -151,7 +151,7 @@ def eagle2_config(config: Config, dims: TargetDims) -> Config:
     }
     content["distill"] |= {
         "stages": [{"depth": 1, "steps": config.rivals.eagle2_steps}], "max_minutes": config.rivals.eagle2_minutes,
-        "step_decay": 1.0, "objective": "soft_cross_entropy",
+        "step_decay": 1.0, "objective": "soft_cross_entropy", "warm_start": None,
     }
     return Config.model_validate(content)
 

@@ -314,7 +314,7 @@ class TestStep:
         assert validation["validated"] is False
         assert "not validated" in validation["reason"]
         files = sorted(p.name for p in (made.out / "bundle").iterdir())
-        assert files == ["README.md", "config.json", "model.safetensors", "serve.sh"]
+        assert files == ["README.md", "config.json", "model.safetensors", "serve.sh", "target.json"]
         assert (made.out / "bundle" / "serve.sh").stat().st_mode & 0o777 == 0o755
         check_bundle(made.out / "bundle", target)
 
