@@ -22,7 +22,7 @@ from eagle.errors import closest
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-MODULES = ("benchmarks.spine", "benchmarks.decoding")
+MODULES = ("benchmarks.spine", "benchmarks.decoding", "benchmarks.serving")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
+from benchmarks import serving
 from eagle.decode.cost import CostTable
 from eagle.serve.plugin.costs import LearntCosts
 from eagle.serve.plugin.metrics import PidMetrics
@@ -206,3 +207,9 @@ def test_the_plugin_needs_nothing_that_vllm_lacks() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_overhead_benchmark_drives_the_real_objects() -> None:
+    found = serving.measure([1, 3], 2)
+    assert [row["batch"] for row in found] == [1, 3]
+    assert all(row["us_per_step"]["median"] > 0.0 for row in found)

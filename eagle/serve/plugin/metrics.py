@@ -17,7 +17,7 @@ from eagle.serve.plugin.stepper import StepController
 class PidMetrics:
     """The metrics, written at most every `every` seconds and when the server falls idle."""
 
-    def __init__(self, version: str, every: float, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, version: str, every: float, registry: CollectorRegistry | None = REGISTRY) -> None:
         self._every, self._next = every, 0.0
         self._written: Tally[tuple[str, int]] = Tally()
         self._overhead, self._overhead_written = 0.0, 0.0

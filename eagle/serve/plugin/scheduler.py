@@ -62,7 +62,7 @@ class PidScheduling:
         if controller is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         began = perf_counter()
-        _learn(controller, scheduler_output, model_runner_output, began)
+        controller.learn(scheduler_output, model_runner_output, began)
         self._metrics.spent(perf_counter() - began)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         idle = not self.has_unfinished_requests()  # type: ignore[attr-defined]
@@ -105,24 +105,3 @@ def why_not(scheduler: Any, settings: PidSettings) -> str:
     if scheduler.parallel_config.data_parallel_size > 1:
         return "data-parallel ranks must all draft the same number of tokens"
     return ""
-
-
-def _learn(controller: StepController, scheduled: SchedulerOutput, output: Any, now: float) -> None:
-    """Tell the controller what was drafted, accepted, and how long it took."""
-    sampled, index = output.sampled_token_ids, output.req_id_to_index
-    invalid = scheduled.num_invalid_spec_tokens or {}
-    drafted: list[int] = []
-    accepted: list[int] = []
-    for name, tokens in scheduled.scheduled_spec_decode_tokens.items():
-        got = len(sampled[index[name]]) if sampled else 0
-        if got and name not in invalid:
-            drafted.append(len(tokens))
-            accepted.append(got - 1)
-    requests = len(scheduled.num_scheduled_tokens)
-    decoding = requests - len(scheduled.scheduled_new_reqs)
-    controller.observe(decoding, drafted, accepted)
-    length = drafted[0] if drafted else 0
-    whole = len(drafted) == requests if length else not scheduled.scheduled_spec_decode_tokens
-    steady = whole and scheduled.total_num_scheduled_tokens == requests * (length + 1) and not scheduled.scheduled_new_reqs
-    same = scheduled.num_spec_tokens_to_schedule == length
-    controller.time(now, (requests, length) if steady and same and requests else None)

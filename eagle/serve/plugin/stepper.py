@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from eagle.decode.control import PidController, Plan, RoundRecord
 from eagle.serve.plugin.costs import LearntCosts
@@ -79,6 +80,31 @@ class StepController:
             return Plan(0), "off"
         self._probes.append(self._step)
         return plan, "probe"
+
+    def learn(self, scheduled: Any, output: Any, now: float) -> None:
+        """Learn from vLLM's SchedulerOutput and ModelRunnerOutput of a step whose output came at `now` (seconds)."""
+        sampled, index = output.sampled_token_ids, output.req_id_to_index
+        invalid = scheduled.num_invalid_spec_tokens or {}
+        drafted: list[int] = []
+        accepted: list[int] = []
+        for name, tokens in scheduled.scheduled_spec_decode_tokens.items():
+            got = len(sampled[index[name]]) if sampled else 0
+            if got and name not in invalid:
+                drafted.append(len(tokens))
+                accepted.append(got - 1)
+        requests, new = len(scheduled.num_scheduled_tokens), len(scheduled.scheduled_new_reqs)
+        self.observe(requests - new, drafted, accepted)
+        # A cost is told by a step in which everybody verifies K drafts, K are drafted again, and no prompt comes in.
+        length = drafted[0] if drafted else 0
+        whole = len(drafted) == requests if length else not scheduled.scheduled_spec_decode_tokens
+        steady = (
+            whole
+            and requests > 0
+            and not new
+            and scheduled.total_num_scheduled_tokens == requests * (length + 1)
+            and scheduled.num_spec_tokens_to_schedule == length
+        )
+        self.time(now, (requests, length) if steady else None)
 
     def observe(self, batch: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from a step of `batch` decoding requests: `accepted[i]` of `drafted[i]` drafts, for those that had any.
