@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 import eagle
 from eagle import manifest
 from eagle.config import Config
@@ -25,6 +27,7 @@ from eagle.target.load import ensure_target, load_tokenizer, target_dims
 from eagle.target.resolve import DEMO_NAME
 from eagle.target.vllm import VllmBuild, require_vllm, vllm_build, worker_environment
 
+PRIVATE, OWNER = "eagle-serve-", "owner"
 WHOLE_PROMPTS = 8192  # longest context that a CPU server takes in one piece
 SPIN_COUNT = "5000"  # see eagle/target/vllm_worker.py
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 -- compared with, not listened on
@@ -134,8 +137,10 @@ def serving(wanted: Wanted) -> Iterator[Server]:
     state = (wanted.root / config.paths.state / "serve").resolve()
     state.mkdir(parents=True, exist_ok=True)
     log = state / f"vllm-{config.serve.port}.log"
-    private = Path(tempfile.mkdtemp(prefix="eagle-serve-"))  # short: the paths of vLLM's sockets may not be long
+    sweep(Path(tempfile.gettempdir()))
+    private = Path(tempfile.mkdtemp(prefix=PRIVATE))  # short: the paths of vLLM's sockets may not be long
     try:
+        manifest.write_text(private / OWNER, str(os.getpid()))
         environment = worker_environment(private, wanted.root)
         environment["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
         command = command_of(wanted, private, environment.get("PYTHONPATH", ""))
@@ -146,6 +151,17 @@ def serving(wanted: Wanted) -> Iterator[Server]:
             yield server
     finally:
         shutil.rmtree(private, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the private folders in `folder` whose server was started by a process that is gone (`kill -9`)."""
+    for owner in folder.glob(f"{PRIVATE}*/{OWNER}"):
+        try:
+            left = not psutil.pid_exists(int(owner.read_text(encoding="utf-8")))
+        except (OSError, ValueError):  # another user's, or just being removed
+            continue
+        if left:
+            shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def _summary(wanted: Wanted) -> str:

@@ -19,7 +19,7 @@ from eagle import guard as guarding
 from eagle.errors import StepFailed
 from eagle.progress import say
 from eagle.signals import sigterm_raises
-from eagle.target.vllm_log import log_lines, log_tail, message, telling_line
+from eagle.target.vllm_log import last_message, log_tail, telling_line
 
 POLL_SECONDS = 0.5
 SAY_SECONDS = 5.0
@@ -55,8 +55,7 @@ class Server:
                     raise StepFailed(f"serve: vLLM still starting after {limit:.0f} s (vllm.start_timeout_s), ended: {self._why()}")
                 if now - said >= SAY_SECONDS:
                     said = now
-                    last = log_lines(self.log)[-1:]
-                    say(f"serve: starting, {now - began:.0f} s  {message(last[0])[:120] if last else ''}".rstrip())
+                    say(f"serve: starting, {now - began:.0f} s  {last_message(self.log)[:120]}".rstrip())
                 time.sleep(POLL_SECONDS)
 
     def wait(self) -> None:

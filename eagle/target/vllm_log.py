@@ -29,6 +29,11 @@ def message(line: str) -> str:
     return _PREFIX.sub("", line).strip()
 
 
+def last_message(log: Path) -> str:
+    """Return the message of the last line that vLLM itself logged, empty while there is none."""
+    return next((message(line) for line in reversed(log_lines(log)) if _PREFIX.match(line)), "")
+
+
 def telling_line(log: Path) -> str:
     """Return the message of the first error, else of the last line, at most 300 characters.
 

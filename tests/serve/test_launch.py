@@ -23,7 +23,7 @@ from eagle.bundle.record import BundleRecord, Recommended, read_record, tokenize
 from eagle.config import Config
 from eagle.errors import BundleError, ConfigError, PreflightError
 from eagle.serve.checks import check_fit, require_free_port, require_version
-from eagle.serve.launch import Wanted, command_of, want
+from eagle.serve.launch import Wanted, command_of, sweep, want
 from eagle.serve.resolve import find_bundle
 from eagle.target.load import load_tokenizer
 from eagle.target.vllm import VllmBuild
@@ -253,6 +253,16 @@ def test_a_damaged_record_is_one_line(made: tuple[Path, Path], tmp_path: Path) -
 def test_an_address_that_is_not_ours_is_one_line() -> None:
     with pytest.raises(PreflightError, match="cannot listen on 203.0.113.7"):
         require_free_port("203.0.113.7", 8000)
+
+
+def test_folders_of_killed_servers_are_swept(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name, owner in (("eagle-serve-dead", str(gone.pid)), ("eagle-serve-live", str(os.getpid())), ("eagle-serve-odd", "x")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "owner").write_text(owner)
+    sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eagle-serve-live", "eagle-serve-odd"]
 
 
 def test_measured_settings_and_cuda(project: Path, made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

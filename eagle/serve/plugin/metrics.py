@@ -11,6 +11,7 @@ from collections import Counter as Tally
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
+from eagle.decode.control import batch_bucket
 from eagle.serve.plugin.stepper import StepController
 
 
@@ -33,12 +34,12 @@ class PidMetrics:
         self._hit_rate = gauge("hit_rate", "Filtered accepted / drafted, referred to the feed-forward length.")
         self._setpoint = gauge("setpoint", "Hit rate expected at the feed-forward length.")
         self._survival = gauge("survival", "Estimated probability that the first drafts are all accepted.", "position")
-        self._seconds = gauge("round_seconds", "Median time of a round at the present batch bucket.", "draft_tokens")
+        self._seconds = gauge("round_seconds", "Median time of a round with up to so many requests.", "requests", "draft_tokens")
         self._rounds = Counter(
             "eagle_pid_rounds", "Scheduled steps by mode and draft length.", ("mode", "draft_tokens"), registry=registry
         )
         self._steps = Counter("eagle_pid_steps", "Scheduled steps.", registry=registry)
-        self._seconds_spent = Counter("eagle_pid_overhead_seconds", "Time spent in the controller.", registry=registry)
+        self._seconds_spent = Counter("eagle_pid_overhead_seconds", "Processor time spent in the controller.", registry=registry)
         self._version = version
 
     def active(self, reason: str = "") -> None:
@@ -46,7 +47,7 @@ class PidMetrics:
         self._active.labels(self._version, reason).set(0.0 if reason else 1.0)
 
     def spent(self, seconds: float) -> None:
-        """Add to the time that the controller took."""
+        """Add to the processor time that the controller took."""
         self._overhead += seconds
 
     def due(self, now: float) -> bool:
@@ -67,8 +68,10 @@ class PidMetrics:
                 self._setpoint.set(state.record.setpoint)
         for position, alive in enumerate(controller.survival, 1):
             self._survival.labels(str(position)).set(alive)
-        for length, seconds in controller.costs.measured(state.batch).items() if state.batch else ():
-            self._seconds.labels(str(length)).set(seconds)
+        if state.batch:
+            bucket = str(1 << batch_bucket(state.batch))
+            for length, seconds in controller.costs.measured(state.batch).items():
+                self._seconds.labels(bucket, str(length)).set(seconds)
         for key, count in state.rounds.items():
             new = count - self._written[key]
             if new:

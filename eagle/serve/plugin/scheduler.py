@@ -8,7 +8,7 @@ step. Here the table is replaced by the controller. Accepted counts are read fro
 from __future__ import annotations
 
 import os
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import vllm
@@ -32,9 +32,9 @@ class LengthLookup:
         self._controller, self._metrics = controller, metrics
 
     def __getitem__(self, batch: int) -> int:
-        began = perf_counter()
+        began = thread_time()
         length = self._controller.next_length(batch)
-        self._metrics.spent(perf_counter() - began)
+        self._metrics.spent(thread_time() - began)
         return length
 
 
@@ -61,17 +61,18 @@ class PidScheduling:
         controller = self._controller
         if controller is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        began = perf_counter()
-        controller.learn(scheduler_output, model_runner_output, began)
-        self._metrics.spent(perf_counter() - began)
+        began = thread_time()
+        controller.learn(scheduler_output, model_runner_output, perf_counter())
+        self._metrics.spent(thread_time() - began)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         idle = not self.has_unfinished_requests()  # type: ignore[attr-defined]
         if idle:
             controller.pause()
         now = perf_counter()
         if idle or self._metrics.due(now):
+            began = thread_time()
             self._metrics.write(controller, now)
-            self._metrics.spent(perf_counter() - now)
+            self._metrics.spent(thread_time() - began)
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
