@@ -63,7 +63,7 @@ def overhead(batch: int, longest: int, seed: int) -> list[float]:
                 metrics.write(controller, now)
             spent += time.thread_time() - began
             planned = following
-        blocks.append(1e6 * spent / STEPS)
+        blocks.append(round(1e6 * spent / STEPS, 2))
     return blocks
 
 

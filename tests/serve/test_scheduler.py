@@ -102,6 +102,9 @@ class Logger:
 
     info = warning
 
+    def error(self, text: str, *, exc_info: Exception) -> None:
+        self.lines.append(f"{text}: {exc_info}")
+
 
 def step(scheduler: Any, accepted: int) -> int:
     """One engine step: schedule, run (every draft up to `accepted` is right), update, take the new drafts."""
@@ -158,6 +161,24 @@ def test_a_version_can_be_let_in_by_the_settings(plugin: Any, monkeypatch: pytes
     monkeypatch.setenv(VARIABLE, json.dumps({"versions": ["0.99"], "max_tokens": 2}))
     scheduler = plugin.AsyncPidScheduler(2, 3)
     assert max(step(scheduler, 3) for _ in range(40)) == 2
+
+
+def test_a_fault_of_the_controller_does_not_end_the_server(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = plugin.PidScheduler(2, 3)
+    for _ in range(5):
+        step(scheduler, 3)
+
+    def fails(*_: object) -> int:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(plugin.StepController, "next_length", fails)
+    assert [step(scheduler, 1) for _ in range(4)] == [3, 3, 3, 3]
+    assert scheduler.updates == 9
+    assert scheduler.dynamic_sd_lookup == [3] * 100
+    text = prometheus_client.generate_latest(plugin.registry).decode()
+    assert 'eagle_pid_active{reason="",vllm="0.32.0"} 0.0' in text
+    assert 'eagle_pid_active{reason="failed",vllm="0.32.0"} 0.0' in text
+    assert Logger.lines[-1].endswith("a fault")
 
 
 def test_prompts_are_no_rounds_and_spoil_no_costs(plugin: Any) -> None:

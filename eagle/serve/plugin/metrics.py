@@ -44,6 +44,8 @@ class PidMetrics:
 
     def active(self, reason: str = "") -> None:
         """Say whether the controller is in charge; `reason` says why it is not."""
+        if reason:
+            self._active.labels(self._version, "").set(0.0)
         self._active.labels(self._version, reason).set(0.0 if reason else 1.0)
 
     def spent(self, seconds: float) -> None:

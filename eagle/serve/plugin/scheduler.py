@@ -8,6 +8,7 @@ step. Here the table is replaced by the controller. Accepted counts are read fro
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -28,14 +29,11 @@ METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 class LengthLookup:
     """Stands in for vLLM's table `K by number of scheduled requests`."""
 
-    def __init__(self, controller: StepController, metrics: PidMetrics) -> None:
-        self._controller, self._metrics = controller, metrics
+    def __init__(self, length: Callable[[int], int]) -> None:
+        self._length = length
 
     def __getitem__(self, batch: int) -> int:
-        began = thread_time()
-        length = self._controller.next_length(batch)
-        self._metrics.spent(thread_time() - began)
-        return length
+        return self._length(batch)
 
 
 class PidScheduling:
@@ -53,7 +51,8 @@ class PidScheduling:
         if self._controller is None:
             logger.warning("the draft length stays vLLM's own: %s", reason)
         else:
-            self.dynamic_sd_lookup = LengthLookup(self._controller, self._metrics)
+            self._own_lookup = self.dynamic_sd_lookup  # type: ignore[has-type]
+            self.dynamic_sd_lookup = LengthLookup(self._next_length)
             logger.info("the draft length is set by the PID controller, 0 to %d", self._controller.costs.max_length)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
@@ -62,7 +61,10 @@ class PidScheduling:
         if controller is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         began = thread_time()
-        controller.learn(scheduler_output, model_runner_output, perf_counter())
+        try:
+            controller.learn(scheduler_output, model_runner_output, perf_counter())
+        except (ValueError, LookupError) as error:
+            self._give_up(error)
         self._metrics.spent(thread_time() - began)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         idle = not self.has_unfinished_requests()  # type: ignore[attr-defined]
@@ -74,6 +76,22 @@ class PidScheduling:
             self._metrics.write(controller, now)
             self._metrics.spent(thread_time() - began)
         return outputs
+
+    def _next_length(self, batch: int) -> int:
+        began = thread_time()
+        try:
+            length = self._controller.next_length(batch) if self._controller is not None else self.num_spec_tokens  # type: ignore[attr-defined]
+        except (ValueError, LookupError) as error:
+            self._give_up(error)
+            length = self.num_spec_tokens  # type: ignore[attr-defined]
+        self._metrics.spent(thread_time() - began)
+        return length
+
+    def _give_up(self, error: Exception) -> None:
+        """A fault of the controller must not end a server: vLLM's own length from here on, and the log and a metric say so."""
+        logger.error("the draft length is vLLM's own from now on: the controller failed", exc_info=error)
+        self._metrics.active("failed")
+        self._controller, self.dynamic_sd_lookup = None, self._own_lookup
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Take the drafts; those of a probe are kept for as many requests as it needs (synchronous scheduling only)."""
