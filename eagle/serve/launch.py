@@ -148,7 +148,10 @@ def serving(wanted: Wanted) -> Iterator[Server]:
         with running(command, environment, wanted.url, log, cwd=private, grace=config.serve.stop_timeout_s) as server:
             seconds = server.wait_healthy(config.vllm.start_timeout_s)
             say(f"serve: up after {seconds:.0f} s at {wanted.url}, metrics at {wanted.url}/metrics; Ctrl-C ends it")
-            yield server
+            try:
+                yield server
+            finally:
+                say("serve: ending vLLM")
     finally:
         shutil.rmtree(private, ignore_errors=True)
 

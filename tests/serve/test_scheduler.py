@@ -41,6 +41,7 @@ class Base:
     """vLLM's scheduler, as far as the plugin touches it: requests that never end."""
 
     ranks = 1
+    now = 0.0  # seconds on the stand-in's clock
 
     def __init__(self, requests: int = 2, drafts: int = 3) -> None:
         self.num_spec_tokens = drafts
@@ -88,6 +89,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     registry = prometheus_client.CollectorRegistry()
     made = found.PidMetrics
     monkeypatch.setattr(found, "PidMetrics", lambda version, every: made(version, every, registry))
+    monkeypatch.setattr(found, "perf_counter", lambda: Base.now)
     found.registry = registry
     Logger.lines.clear()
     yield found
@@ -111,6 +113,7 @@ def step(scheduler: Any, accepted: int) -> int:
     scheduled = scheduler.schedule()
     names = list(scheduler.requests)
     sampled = [[7] * (1 + min(accepted, len(scheduled.scheduled_spec_decode_tokens.get(name, ())))) for name in names]
+    Base.now += 0.01 * (1.0 + 0.3 * scheduled.num_spec_tokens_to_schedule)
     output = SimpleNamespace(sampled_token_ids=sampled, req_id_to_index={name: i for i, name in enumerate(names)})
     scheduler.update_from_output(scheduled, output)
     length = scheduled.num_spec_tokens_to_schedule

@@ -143,6 +143,17 @@ def test_a_trial_that_never_gets_a_steady_round_is_given_up() -> None:
     assert set(asked) == {0, 1, 2, 3, None}
 
 
+def test_lengths_that_cannot_win_are_not_tried() -> None:
+    costs = LearntCosts(4)
+    rejected, accepted = [0.05, 0.01, 0.0, 0.0], [0.9, 0.8, 0.7, 0.6]
+    for length, seconds in ((0, 1.0), (1, 1.6)):
+        for _ in range(3):
+            assert costs.trial(8, rejected) == length
+            costs.add(8, length, seconds)
+    assert [costs.trial(8, rejected) for _ in range(50)] == [None] * 50
+    assert costs.trial(8, accepted) == 2  # when the text changes, they are
+
+
 def test_an_unused_length_is_timed_again_and_its_old_samples_go() -> None:
     costs = LearntCosts(2, refresh=50)
     seconds = 1.0

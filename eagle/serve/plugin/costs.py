@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from eagle.decode.control import batch_bucket
@@ -46,16 +47,22 @@ class LearntCosts:
             raise ValueError("the longest draft, samples, memory and refresh must be at least 1")
         self.max_length = longest
         self._prior, self._samples, self._memory, self._refresh = prior, samples, memory, refresh
-        self._trials = sorted({0, 1, (longest + 1) // 2, longest}, reverse=True)
+        self._trials = sorted({0, 1, (longest + 1) // 2, longest})
         self._buckets: dict[int, _Bucket] = {}
 
-    def trial(self, batch: int) -> int | None:
-        """A draft length that should be timed now, or None. Asking spends one of the rounds that the trial may take."""
+    def trial(self, batch: int, survival: Sequence[float] = ()) -> int | None:
+        """A draft length that should be timed now, or None. Asking spends one of the rounds that the trial may take.
+
+        The shortest is tried first. With `survival` = S_1, S_2, .. a length is not tried while it could not win even if it
+        cost no more than the shorter ones that were timed.
+        """
         bucket = self._bucket(batch)
         bucket.rounds += 1
         for length in self._trials:
             left = bucket.due.get(length, 0)
             if left:
+                if survival and self._hopeless(bucket, length, survival):
+                    continue
                 bucket.due[length] = left - 1
                 return length
             if bucket.rounds - bucket.seen[length] > self._refresh:
@@ -76,6 +83,13 @@ class LearntCosts:
             bucket.due[length] = 0
         if len(found) <= self._samples or bucket.rounds % CURVE_ROUNDS == 0:  # a median of many moves slowly
             bucket.curve = self._curve(batch, bucket)
+
+    def _hopeless(self, bucket: _Bucket, length: int, survival: Sequence[float]) -> bool:
+        timed = [k for k in bucket.samples if k < length]
+        if not timed:
+            return False
+        best = max((1.0 + sum(survival[:k])) / bucket.curve[k] for k in timed)
+        return (1.0 + sum(survival[:length])) / bucket.curve[max(timed)] <= best
 
     @property
     def _limit(self) -> int:

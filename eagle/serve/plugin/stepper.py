@@ -59,7 +59,7 @@ class StepController:
         self._step += 1
         while self._probes and self._step - self._probes[0] > LAG:
             self._probes.popleft()
-        trial = self.costs.trial(batch)
+        trial = self.costs.trial(batch, self._pid.survival)
         if trial is not None:
             plan, mode = Plan(trial), "trial"
         else:
