@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MODULES = (
     "benchmarks.spine", "benchmarks.decoding", "benchmarks.kernels", "benchmarks.operations", "benchmarks.robustness",
+    "benchmarks.serving",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from eagle.commands import dataset, registry
 from eagle.commands.ablate import ablate
 from eagle.commands.doctor import doctor
 from eagle.commands.invocation import DirOption, Invocation, ProfileOption, SetOption, base_folder, load
+from eagle.commands.serve import serve
 from eagle.commands.watch import watch
 from eagle.errors import ConfigError, EagleError
 from eagle.progress import say
@@ -35,7 +36,7 @@ app.add_typer(target_app, name="target")
 app.add_typer(bundle_app, name="bundle")
 app.add_typer(dataset.app, name="dataset")
 app.add_typer(registry.app, name="registry")
-for command in (ablate, watch, doctor):
+for command in (serve, watch, ablate, doctor):
     app.command()(command)
 
 

@@ -320,6 +320,18 @@ class ControlConfig(Section):
     probe_budget: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.009, description="share of the time that probes may cost")
 
 
+class ServeConfig(Section):
+    """`eagle serve`: the server, and who sets the draft length in it."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 = every one of this machine's")
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    control: Literal["pid", "schedule", "fixed"] = Field(
+        "pid", description="draft length: the controller, vLLM's own table of measured lengths by batch size, or one length"
+    )
+    max_draft_tokens: Annotated[int, Field(ge=1, le=16)] = Field(5, description="largest draft length of the controller")
+    stop_timeout_s: Annotated[float, Field(ge=0.0, le=3600.0)] = Field(10.0, description="seconds before vLLM is killed at the end")
+
+
 class BundleConfig(Section):
     """The vLLM-ready folder and its validation in vLLM itself."""
 
@@ -424,6 +436,7 @@ class Config(Section):
     ablate: AblateConfig = Field(default_factory=AblateConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
     bundle: BundleConfig = Field(default_factory=BundleConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
     register_: RegisterConfig = Field(default_factory=RegisterConfig, alias="register")
     watch: WatchConfig = Field(default_factory=WatchConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from eagle import guard as guarding
 from eagle.errors import EagleError
 
-GUARD = Path(__file__).with_name("guard.py")
+GUARD = Path(guarding.__file__)
 GRACE_SECONDS = 10.0
 REFUSED = {2, 3, 4, 5, 6, 7}
 INTERRUPTED = {130}
@@ -60,7 +61,7 @@ def run_supervised(
     Raises StepExit when the command ends with a code other than 0, StepTimeout after `timeout` seconds.
     """
     guard = subprocess.Popen(  # noqa: S603
-        [sys.executable, str(GUARD), str(grace), *command],
+        [sys.executable, "-P", str(GUARD), str(grace), *command],
         cwd=cwd, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )
     last = ""

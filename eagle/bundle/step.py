@@ -1,7 +1,7 @@
 """The bundle step: pack the draft for vLLM, check the pack, and let vLLM itself load and run it.
 
-Output: bundle/ (config.json, model.safetensors, target.json, serve.sh, README.md, and acceptance.json when validated) and
-validation.json: `validated`, `reason` when it is false, and otherwise the figures of `acceptance.validate_in_vllm`.
+Output: bundle/ (config.json, model.safetensors, target.json, serving.json, serve.sh, README.md, and acceptance.json when
+validated) and validation.json: `validated`, `reason` when it is false, and otherwise the figures of `acceptance.validate_in_vllm`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from eagle import manifest
 from eagle.bundle.acceptance import pick_prompts, validate_in_vllm
 from eagle.bundle.card import write_card
 from eagle.bundle.export import export_draft
+from eagle.bundle.record import make_record, write_record
 from eagle.bundle.reference import write_reference
 from eagle.bundle.validate import check_bundle
 from eagle.errors import StepFailed
@@ -20,7 +21,7 @@ from eagle.progress import say
 from eagle.serve.command import serve_script
 from eagle.steps import StepContext
 from eagle.target.identity import IDENTITY, target_identity
-from eagle.target.load import ensure_target
+from eagle.target.load import ensure_target, load_tokenizer
 from eagle.target.vllm import find_vllm, require_vllm
 
 FOLDER = "bundle"
@@ -48,6 +49,9 @@ def run(context: StepContext) -> dict[str, Any]:
     manifest.write_json(context.out / VALIDATION, validation)
     if validation["validated"]:
         write_reference(folder, validation)
+    bench = manifest.read_json(context.inputs["bench"] / "bench.json")
+    tokenizer = load_tokenizer(target, trust_remote_code=config.target.trust_remote_code)
+    write_record(folder, make_record(tokenizer, bench, validation))
     write_card(context, folder, report, validation)
     metrics: dict[str, Any] = {"parameters": report.parameters, "weight_bytes": report.bytes, "validated": validation["validated"]}
     return metrics | {key: validation[key] for key in ("acceptance_length", "equal_tokens", "relative_gap") if key in validation}

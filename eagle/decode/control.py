@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from eagle.decode.cost import CostTable
+from eagle.decode.cost import RoundCosts
 from eagle.decode.survival import SurvivalEstimator
 
 
@@ -193,6 +193,11 @@ class ProbeSchedule:
         """Whether the next round is part of a probe."""
         return self._left > 0
 
+    @property
+    def left(self) -> int:
+        """Rounds left of the probe under way."""
+        return max(self._left, 0)
+
     def burst(self, batch: int) -> int:
         """Rounds of a probe at this batch."""
         return math.ceil(self._settings.probe_drafts / batch)
@@ -211,7 +216,7 @@ class ProbeSchedule:
         if self._waited >= self._wait:
             self.begin(batch)
 
-    def failed(self, batch: int, costs: CostTable, survival: float) -> None:
+    def failed(self, batch: int, costs: RoundCosts, survival: float) -> None:
         """A probe round has passed and K = 1, of which the share `survival` is accepted, does not pay."""
         self._left -= 1
         if self._left:
@@ -263,7 +268,7 @@ class PidController:
     `settings.max_tokens` nor the largest K in `costs`.
     """
 
-    def __init__(self, costs: CostTable, settings: ControlSettings | None = None) -> None:
+    def __init__(self, costs: RoundCosts, settings: ControlSettings | None = None) -> None:
         self._costs = costs
         self._settings = settings or ControlSettings()
         self._max = min(self._settings.max_tokens, costs.max_length)
@@ -281,6 +286,11 @@ class PidController:
     def survival(self) -> Sequence[float]:
         """The present estimate of S_1 .. S_max."""
         return self._model.survival
+
+    def probes_left(self, batch: int) -> int:
+        """Rounds left of the probe under way for `batch` requests; 0 between probes and while speculation pays."""
+        bucket = self._bucket(batch)
+        return 0 if self._feed_forward(batch, bucket) else bucket.probe.left
 
     def plan(self, batch: int) -> Plan:
         """The next round's K for `batch` requests, verified in one pass. Raises ValueError for `batch` < 1."""

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 _VERSION = 1
 
@@ -19,6 +19,23 @@ def chunk_widths(length: int, chunk: int) -> list[int]:
     if chunk < 1 or chunk >= total:
         return [total]
     return [min(chunk, total - start) for start in range(0, total, chunk)]
+
+
+class RoundCosts(Protocol):
+    """What a length policy asks of its costs: seconds of a round with `length` drafts verified in one pass, and its parts."""
+
+    @property
+    def max_length(self) -> int:
+        """The largest K that there are costs for."""
+
+    def round_seconds(self, batch: int, length: int) -> float:
+        """Expected seconds of a round of `batch` rows with `length` draft tokens each."""
+
+    def target_seconds(self, batch: float, width: float) -> float:
+        """One target pass over `width` tokens of each of `batch` rows."""
+
+    def draft_seconds(self, batch: float, length: int) -> float:
+        """Drafting `length` tokens for each of `batch` rows."""
 
 
 class _Curve:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlflow.entities.model_registry import ModelVersion
 
-from eagle import manifest
 from eagle.config import Config
-from eagle.errors import ConfigError, StepFailed
-from eagle.registry.client import Store, by_alias, fetch_version, open_store
-from eagle.registry.promote import get_version
+from eagle.errors import ConfigError
+from eagle.registry import lineage
+from eagle.registry.client import Store, by_alias, open_store
+from eagle.registry.promote import CHAMPION, get_version
+from eagle.registry.pull import pull
 
 _ADDRESS = re.compile(r"models:/(?P<model>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
 
@@ -26,17 +28,39 @@ def fetch_model(uri: str, config: Config, root: Path, into: Path) -> Path:
     """Download the bundle that `uri` points to into the folder `into` (made anew) and return where it lies.
 
     Raises ConfigError for a malformed address, a model, alias or version that is not there, or one that this product did
-    not register; StepFailed when the files cannot be fetched or are not those that were registered.
+    not register; BundleError when the files are not those that were registered, else as `eagle.registry.pull.pull`.
     """
     store = open_store(config, root)
     version = _find(uri, store)
-    wanted = _recorded(uri, version)
+    _recorded(uri, version)
     shutil.rmtree(into, ignore_errors=True)
-    folder = fetch_version(store, version, into)
-    found = {entry["path"]: entry["sha256"] for entry in manifest.list_files(folder)}
-    if manifest.hash_json(sorted(found.items())) != wanted:
-        raise StepFailed(f"registry: the files of {uri} are not those that were registered; nothing of them was loaded")
-    return folder
+    pull(store, version, into)
+    return into
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A bundle folder and the model version that it is."""
+
+    folder: Path
+    model: str
+    version: str
+
+
+def champion_address(model: str) -> str:
+    """Return the address of a model's champion."""
+    return f"models:/{model}@{CHAMPION}"
+
+
+def cached(store: Store, uri: str, cache: Path) -> Pulled:
+    """Return the bundle at `uri` below `cache`/bundles, fetched if it is not there; one copy for each content.
+
+    A copy that is there is hashed again, and replaced when it was changed. Raises as `fetch_model`.
+    """
+    version = _find(uri, store)
+    folder = cache / "bundles" / _recorded(uri, version)[:16]
+    pull(store, version, folder, replace=True)
+    return Pulled(folder, str(version.name), str(version.version))
 
 
 def _find(uri: str, store: Store) -> ModelVersion:
@@ -52,7 +76,7 @@ def _find(uri: str, store: Store) -> ModelVersion:
 
 
 def _recorded(uri: str, version: ModelVersion) -> str:
-    found: str | None = version.tags.get("eagle.bundle")
+    found: str | None = version.tags.get(lineage.BUNDLE)
     if found is None:
         raise ConfigError(f"registry: {uri} was not registered by this product: its files cannot be verified")
     return found

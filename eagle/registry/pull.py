@@ -22,11 +22,12 @@ LOCK_SECONDS = 600.0
 TEMPORARY = ".pull-"
 
 
-def pull(store: Store, version: ModelVersion, destination: Path) -> bool:
+def pull(store: Store, version: ModelVersion, destination: Path, *, replace: bool = False) -> bool:
     """Bring the files of a version to `destination`. Returns False when they were there already, True when fetched.
 
     They are fetched beside it, hashed, and renamed, so `destination` is complete or not there. Raises BundleError when
-    a fetched file is not the registered one, ConfigError when `destination` holds something else, StepFailed when the
+    a fetched file is not the registered one, ConfigError when `destination` holds something else (with `replace` that is
+    removed once the right files are there), StepFailed when the
     version records no hashes or cannot be fetched, BusyError when another process fetches to the same place.
     """
     name = f"{version.name} version {version.version}"
@@ -36,9 +37,10 @@ def pull(store: Store, version: ModelVersion, destination: Path) -> bool:
         with owned_lock(lock, LOCK_SECONDS):
             if destination.exists():
                 wrong = _wrong_file(destination, version)
-                if wrong:
+                if wrong and not replace:
                     raise ConfigError(f"registry pull: {destination} is not {name} ({wrong}); remove it or give another --to")
-                return False
+                if not wrong:
+                    return False
             scratch = Path(tempfile.mkdtemp(prefix=f".{destination.name}{TEMPORARY}", dir=destination.parent))
             try:
                 fetched = fetch_version(store, version, scratch / "files")
@@ -49,6 +51,7 @@ def pull(store: Store, version: ModelVersion, destination: Path) -> bool:
                         "promote or pull another version: eagle registry list"
                     )
                 _settle_on_disk(fetched)
+                shutil.rmtree(destination, ignore_errors=True)
                 fetched.rename(destination)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from eagle.config import Config
 from eagle.target.vllm import vllm_build
@@ -45,11 +47,30 @@ def serve_command(
     """
     if cpu is None:
         cpu = interpreter is not None and vllm_build(interpreter).cpu
-    environment = ["env", "HF_HUB_OFFLINE=1", "VLLM_NO_USAGE_STATS=1"] if Path(target).is_absolute() else []
+    speculative = speculative_config(bundle, draft_tokens) if draft_tokens else None
+    return server_command(target, interpreter, config, speculative, cpu=cpu)
+
+
+def server_command(
+    target: Path | str,
+    interpreter: Path | None,
+    config: Config,
+    speculative: Mapping[str, Any] | None,
+    *,
+    cpu: bool,
+    host: str = HOST,
+    port: int = PORT,
+    environment: Mapping[str, str] | None = None,
+    more: Sequence[str] = (),
+) -> list[str]:
+    """Return the command with all that can be said: vLLM's speculative_config, more environment, more arguments at the end."""
+    variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} if Path(target).is_absolute() else {}
     if cpu:
-        environment = [*(environment or ["env"]), f"VLLM_CPU_KVCACHE_SPACE={config.vllm.kv_cache_gib}"]
+        variables["VLLM_CPU_KVCACHE_SPACE"] = str(config.vllm.kv_cache_gib)
+    variables |= environment or {}
+    prefix = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
     start = ["vllm", "serve"] if interpreter is None else [str(interpreter), "-P", "-m", MODULE, "--model"]
-    options = ["--host", HOST, "--port", str(PORT), "--dtype", config.target.dtype, "--max-num-seqs", str(config.vllm.max_num_seqs)]
+    options = ["--host", host, "--port", str(port), "--dtype", config.target.dtype, "--max-num-seqs", str(config.vllm.max_num_seqs)]
     if config.target.trust_remote_code:
         options.append("--trust-remote-code")
     if cpu:
@@ -58,9 +79,9 @@ def serve_command(
         options += ["--gpu-memory-utilization", f"{config.vllm.gpu_memory_utilization:g}"]
     if config.vllm.tensor_parallel_size > 1:
         options += ["--tensor-parallel-size", str(config.vllm.tensor_parallel_size)]
-    if draft_tokens:
-        options += ["--speculative-config", json.dumps(speculative_config(bundle, draft_tokens), ensure_ascii=False)]
-    return [*environment, *start, str(target), *options]
+    if speculative:
+        options += ["--speculative-config", json.dumps(speculative, ensure_ascii=False)]
+    return [*prefix, *start, str(target), *options, *more]
 
 
 def speculative_config(bundle: Path | str, draft_tokens: int) -> dict[str, object]:

