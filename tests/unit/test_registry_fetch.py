@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle import manifest
-from eagle.errors import ConfigError
+from eagle.errors import BundleError, ConfigError
 from eagle.profiles import load_config
 from eagle.registry.client import by_alias
 from eagle.registry.fetch import fetch_model, model_hash
