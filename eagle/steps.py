@@ -100,7 +100,7 @@ STEPS: dict[str, Step] = {
         Step("policy", "eagle.train.policy:run", ("target", "policy", *_POLICY_READS), ("dataset", "distill"),
              (*_TRAIN, *(f"eagle/train/{name}.py" for name in _POLICY_CODE))),
         Step("tune", "eagle.bench.tune:run", ("target", "tune"), ("policy",),
-             ("eagle/bench/tune.py", "eagle/decode", *_MODEL)),
+             ("eagle/bench/tune.py", "eagle/bench/launches.py", "eagle/decode", *_MODEL)),
         Step("bench", "eagle.bench.step:run", ("target", "bench", "control"), ("dataset", "policy", "tune"),
              ("eagle/bench", "eagle/decode", _ROWS, *_MODEL)),
         Step("bundle", "eagle.bundle.step:run", ("target", "vllm", "bundle"), ("dataset", "policy", "bench"),

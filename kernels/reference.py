@@ -105,15 +105,13 @@ def cached_attention(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, pos
     dtype; 0 for a row whose position is outside of the table. Entries beyond the position are not looked at.
     """
     page, kv = keys.shape[1:3]
-    out = torch.zeros_like(q)
-    for row, (position, pages) in enumerate(zip(positions.tolist(), table.long(), strict=True)):
-        if 0 <= position < len(pages) * page:
-            k = widened(keys[pages].flatten(0, 1)[: position + 1])
-            v = widened(values[pages].flatten(0, 1)[: position + 1])
-            grouped = widened(q[row]).unflatten(0, (kv, -1))
-            weight = (torch.einsum("kgd,skd->kgs", grouped, k) * scale).softmax(-1)
-            out[row] = torch.einsum("kgs,skd->kgd", weight, v).flatten(0, 1).to(q.dtype)
-    return out
+    known = (positions >= 0) & (positions < table.shape[1] * page)
+    seen = (torch.arange(table.shape[1] * page, device=q.device) <= positions[:, None]) & known[:, None]
+    k, v = (torch.where(seen[..., None, None], widened(held[table.long()].flatten(1, 2)), 0.0) for held in (keys, values))
+    score = torch.einsum("nkgd,nskd->nkgs", widened(q).unflatten(1, (kv, -1)), k) * scale
+    weight = torch.where(seen[:, None, None], score, float("-inf")).softmax(-1)
+    out = torch.einsum("nkgs,nskd->nkgd", weight, v).flatten(1, 2)
+    return torch.where(known[:, None, None], out, 0.0).to(q.dtype)
 
 
 def philox(seeds: Tensor, first: Tensor, second: Tensor) -> Tensor:

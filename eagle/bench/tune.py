@@ -27,6 +27,7 @@ import torch
 
 import kernels
 from eagle import manifest
+from eagle.bench.launches import count
 from eagle.config import Config
 from eagle.decode.engine import Engine
 from eagle.draft.io import load_draft
@@ -166,6 +167,7 @@ class Bench:
         for dtype in sorted({name for name, _ in wanted}):
             model = lay_out(load_target(target, dtype, device, trust_remote_code=config.target.trust_remote_code))
             network = load_draft(draft, target, device=device, dtype=dtype)
+            self.spec = network.spec
             self.hidden, self.vocab = network.spec.hidden_size, model.config.get_text_config().vocab_size
             for compiled, batch in itertools.product((c for name, c in wanted if name == dtype), batches):
                 room = PROMPT_TOKENS + self.new_tokens
@@ -265,11 +267,11 @@ def cpu_model() -> str:
 def run(context: StepContext) -> dict[str, Any]:
     """The step. Writes tuned.json; returns the chosen threads, dtype and draft step, and how the kernels compiled."""
     config, tune = context.config, context.config.tune
-    deadline = time.monotonic() + 60.0 * tune.max_minutes
     device = pick_device(config.runtime.device)
     cores = config.runtime.threads or available_cores()
     setup_torch(cores, config.runtime.seed)
     compiled_kernels, why_none = compile_kernels(tune.aot_targets, context.work) if tune.aot_targets else ([], "not asked for")
+    deadline = time.monotonic() + 60.0 * tune.max_minutes  # of measuring: compiling the kernels has a limit of its own
     target = ensure_target(config.target, context.root, context.cache)
     candidates = [
         Candidate(threads, compiled, dtype)
@@ -293,6 +295,8 @@ def run(context: StepContext) -> dict[str, Any]:
             samples.add(best, batch, bench.plain(best, batch))
     torch.set_num_threads(cores)
     launches = tune_launches(bench.hidden, best.dtype, tune.batch_sizes, tune.draft_tokens) if device == "cuda" else []
+    counted = count(bench.spec, batch=min(tune.batch_sizes), context=bench.spec.max_position_embeddings).table()
+    say("tune: kernels a draft step would launch on a GPU: " + ", ".join(f"{row['form']} {row['launches']}" for row in counted))
     say(f"tune: {best}" + "".join(f"; batch {b}: round {samples.median(best, b, 'round') * 1e3:.1f} ms" for b in tune.batch_sizes))
     manifest.write_json(
         context.out / "tuned.json",
@@ -300,7 +304,7 @@ def run(context: StepContext) -> dict[str, Any]:
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "cpu_model": cpu_model(), "cores": cores,
             "busy_percent": busy, "threads": best.threads, "dtype": best.dtype, "draft_step": best.draft_step,
             "draft_tokens": tune.draft_tokens, "rows": samples.rows(), "skipped": skipped, "kernels": compiled_kernels,
-            "kernels_skipped": why_none, "launches": launches, "versions": manifest.versions(),
+            "kernels_skipped": why_none, "launches": launches, "step_launches": counted, "versions": manifest.versions(),
         },
     )  # fmt: skip
     return _metrics(best, samples, tune.batch_sizes, compiled_kernels)

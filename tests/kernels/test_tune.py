@@ -169,7 +169,7 @@ def context(tmp_path) -> StepContext:
     return StepContext(config, tmp_path, {"policy": tmp_path / "policy"}, tmp_path / "out", tmp_path / "work")
 
 
-def test_the_step(context):
+def test_the_step(context, capsys):
     metrics = tune.run(context)
     tuned = json.loads((context.out / "tuned.json").read_text())
     assert metrics["threads"] == tuned["threads"] == 1
@@ -181,6 +181,11 @@ def test_the_step(context):
     assert tuned["versions"] == manifest.versions()
     assert metrics["kernels_failed"] == 0
     assert metrics["kernels_compiled"] == len(tuned["kernels"]) > 0
+    launches = {row["form"]: row["launches"] for row in tuned["step_launches"]}
+    assert launches["fused"] == 9 * 2 + 3 + 2  # a long cache splits the attention of both layers
+    assert launches["fused"] < launches["engine without kernels"] < launches["eager"]
+    said = capsys.readouterr().err
+    assert all(f"{form} {number}" in said for form, number in launches.items())
     measured = {(row["what"], row["dtype"], row["batch"]) for row in tuned["rows"]}
     for dtype in ("float32", "bfloat16"):
         assert {(what, dtype, batch) for what in ("round", "verify", "draft_step") for batch in (1, 3)} <= measured

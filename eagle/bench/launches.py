@@ -1,15 +1,16 @@
 """The launches of a draft step, counted on the meta device: eager torch (the draft network itself), the engine's form, fused.
 
-The shapes are a draft of 4 layers beside Llama-3.1-8B (hidden size 4096, 32 heads over 8 key heads of 128, 32,000 draft tokens),
-a batch of equal rows, greedy: the step and its head, from the token of the last step to the next one. Eager torch is
-`DraftModel.step` over a KV cache with `torch.nn.functional`'s RMS norm and attention as one kernel each.
+A greedy step and its head, from one draft token to the next, in a batch of equal rows. Eager torch is `DraftModel.step` over a
+KV cache, with `torch.nn.functional`'s RMS norm and attention as one kernel each.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,43 +23,38 @@ from eagle.draft.spec import DraftSpec
 from kernels import dispatch
 from kernels.launches import launched
 
-LLAMA_8B = DraftSpec(
-    hidden_size=4096, target_hidden_size=4096, intermediate_size=14336, num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128,
-    vocab_size=128256, draft_vocab_size=32000, aux_layers=(2, 16, 29), rms_norm_eps=1e-5,
-    rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, max_position_embeddings=8192,
-)  # fmt: skip
-CONTEXT = 512
-
 
 @dataclass(frozen=True)
 class StepLaunches:
-    """What one draft step launches, {kernel: times}: as the network is written, as the engine runs it without kernels, fused."""
+    """What one draft step launches, {kernel: times}: as the network is written, as the engine runs it without kernels, fused.
+
+    `fused` is None where triton is not installed.
+    """
 
     eager: Counter[str]
     engine: Counter[str]
-    fused: Counter[str]
+    fused: Counter[str] | None
 
-    @property
-    def ratio(self) -> float:
-        """Fused over eager."""
-        return self.fused.total() / self.eager.total()
-
-    def table(self) -> list[dict[str, object]]:
+    def table(self) -> list[dict[str, Any]]:
         """Return a row a form: {form, launches, kernels}."""
         forms = {"eager": self.eager, "engine without kernels": self.engine, "fused": self.fused}
-        return [{"form": form, "launches": names.total(), "kernels": dict(names)} for form, names in forms.items()]
+        return [
+            {"form": form, "launches": names.total(), "kernels": dict(names)} for form, names in forms.items() if names is not None
+        ]
 
 
-def count(spec: DraftSpec = LLAMA_8B, batch: int = 1, context: int = CONTEXT) -> StepLaunches:
+def count(spec: DraftSpec, batch: int, context: int) -> StepLaunches:
     """Count a step of `batch` rows in a cache of `context` positions, in bfloat16. No weight takes memory, nothing is computed."""
     with torch.device("meta"):
-        network = DraftModel(spec, torch.empty(spec.vocab_size, spec.hidden_size)).to(torch.bfloat16).eval().requires_grad_(False)
+        embed = None if spec.own_embedding else torch.empty(spec.vocab_size, spec.hidden_size)
+        network = DraftModel(spec, embed).to(torch.bfloat16).eval().requires_grad_(False)
         network.rotary.reserve(context + 2 * MAX_DRAFT_TOKENS)
         attention = _attention(spec, batch, context)
         tokens = torch.zeros(batch, dtype=torch.int64)
         hidden = torch.empty(batch, spec.hidden_size, dtype=torch.bfloat16)
     eager = launched(partial(_network_step, network, tokens, hidden, attention), fused=False)
-    return StepLaunches(Counter(eager), _engine_step(network, batch, context, False), _engine_step(network, batch, context, True))
+    fused = _engine_step(network, batch, context, True) if importlib.util.find_spec("triton") else None
+    return StepLaunches(Counter(eager), _engine_step(network, batch, context, False), fused)
 
 
 def _attention(spec: DraftSpec, batch: int, context: int) -> CachedAttention:
