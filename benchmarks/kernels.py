@@ -1,4 +1,4 @@
-"""Figures F4.x of the kernels that need no GPU: launches of a draft step, spills on sm_90, time of the interpreter tests."""
+"""Figures F4.x of the kernels that need no GPU: launches of a draft step, spills on sm_90, the CPU's draft step, test time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from benchmarks.decoding_run import find_run
 from benchmarks.figures import Figure, Measured
 from eagle.bench.launches import count
+from eagle.bench.measure import spread
+from eagle.decode.drafting import EagleDrafter
+from eagle.draft.io import load_draft
 from eagle.draft.spec import DraftSpec
 from kernels import aot
 
@@ -19,6 +25,7 @@ LLAMA_8B = DraftSpec(
     vocab_size=128256, draft_vocab_size=32000, aux_layers=(2, 16, 29), rms_norm_eps=1e-5,
     rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, max_position_embeddings=8192,
 )  # fmt: skip
+CONTEXT, LENGTH, REPEATS, TURNS = 64, 4, 40, 9  # of F4.6: positions known, draft tokens, drafts a turn, turns
 CASES = ((1, 512), (1, 4096), (32, 4096))  # batch, positions of the cache
 
 
@@ -66,8 +73,44 @@ def interpreter_minutes() -> Measured:
     return Measured(seconds / 60, runs, "processor time, which is the wall time on one free core")
 
 
+def direct_draft_step() -> Measured:
+    """F4.6: seconds of a draft through torch's operations over those through direct calls, batch 1, turn by turn, one process.
+
+    Both with the weights laid out for oneDNN; the draft and the tuned threads and dtype are a finished run's (`find_run`).
+    """
+    run = find_run()
+    work = run.suite("heldout", 1)
+    lab = run.lab(work, batch=1, new_tokens=32)
+    target = lab.plain.target
+    dtype = str(target.dtype).removeprefix("torch.")
+    network = load_draft(run.sources.policy / "draft", run.target, device=str(target.device), dtype=dtype).eval()
+    room = CONTEXT + REPEATS
+    drafters = {
+        name: EagleDrafter.beside(target, network, batch=1, max_length=room, direct=name == "direct") for name in ("torch", "direct")
+    }
+    random = torch.Generator().manual_seed(run.seed)
+    tokens = torch.randint(network.spec.vocab_size, (1, CONTEXT), generator=random)
+    aux = torch.randn(1, CONTEXT, len(network.spec.aux_layers) * network.spec.target_hidden_size, generator=random).to(target.dtype)
+    seconds: dict[str, list[float]] = {name: [] for name in drafters}
+    with torch.inference_mode():
+        for drafter in drafters.values():
+            drafter.extend([0], tokens, aux, [0], [CONTEXT])
+            drafter.draft([0], LENGTH, None)
+        for turn in range(TURNS):
+            for name in sorted(drafters, reverse=bool(turn % 2)):
+                began = time.perf_counter()
+                for _ in range(REPEATS):
+                    drafters[name].draft([0], LENGTH, None)
+                seconds[name].append((time.perf_counter() - began) / REPEATS / LENGTH)
+    ratio = spread([a / b for a, b in zip(seconds["torch"], seconds["direct"], strict=True)])
+    times = {f"{name}_ms_a_token": spread([1e3 * s for s in values], 4) for name, values in seconds.items()}
+    about = run.setting(lab, context=CONTEXT, draft_tokens=LENGTH, repeats=REPEATS, draft_layers=run.draft_layers)
+    return run.measured(ratio["median"], [about, {"ratio": ratio, **times}])
+
+
 FIGURES = [
     Figure("F4.1", "kernel launches per 4-layer draft step, fused against eager torch", "x", "<=", 0.60, launches),
     Figure("F4.5", "spills of all kernels compiled for sm_90", "bytes", "<=", 0, spills),
+    Figure("F4.6", "CPU: draft step by direct calls against torch's operations, batch 1", "x", ">=", 1.5, direct_draft_step),
     Figure("F4.7", "interpreter tests of the kernels", "min", "<=", 3, interpreter_minutes),
 ]

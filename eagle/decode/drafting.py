@@ -65,7 +65,7 @@ class EagleDrafter(Drafter):
 
     `embed` [V, H] is the target's embedding, used unless the draft has its own. `batch` rows of `max_length` tokens,
     as the engine's; a draft may write `reach` positions beyond. `compiled` runs the parts between attentions through
-    torch.compile (the first calls take tens of seconds).
+    torch.compile (the first calls take tens of seconds); else, with `direct`, on CPU by direct calls (`kernels.native`).
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class EagleDrafter(Drafter):
         batch: int,
         max_length: int,
         compiled: bool = False,
+        direct: bool = True,
         reach: int = MAX_DRAFT_TOKENS + 1,
     ) -> None:
         max_length += reach
@@ -103,7 +104,7 @@ class EagleDrafter(Drafter):
         self._normed = torch.zeros(batch, spec.hidden_size, dtype=dtype, device=device)
         self._feedback = torch.zeros_like(self._normed)
         self._next = [0] * batch
-        self._native: Native | None = None if compiled or spec.head_dim > LARGEST_HEAD else native(dtype, device)
+        self._native: Native | None = native(dtype, device) if direct and not compiled and spec.head_dim <= LARGEST_HEAD else None
         self._before: Callable[..., Tensor] = self._attention_input
         self._after: Callable[..., tuple[Tensor, Tensor]] = self._attention_output
         if compiled:
