@@ -85,9 +85,8 @@ def direct_draft_step() -> Measured:
     dtype = str(target.dtype).removeprefix("torch.")
     network = load_draft(run.sources.policy / "draft", run.target, device=str(target.device), dtype=dtype).eval()
     room = CONTEXT + REPEATS
-    drafters = {
-        name: EagleDrafter.beside(target, network, batch=1, max_length=room, direct=name == "direct") for name in ("torch", "direct")
-    }
+    forms = {"torch": False, "direct": True}
+    drafters = {name: EagleDrafter.beside(target, network, batch=1, max_length=room, direct=form) for name, form in forms.items()}
     random = torch.Generator().manual_seed(run.seed)
     tokens = torch.randint(network.spec.vocab_size, (1, CONTEXT), generator=random)
     aux = torch.randn(1, CONTEXT, len(network.spec.aux_layers) * network.spec.target_hidden_size, generator=random).to(target.dtype)
