@@ -91,7 +91,8 @@ def rows(batches: Sequence[int], longest: int) -> list[dict[str, Any]]:
 def scheduler_overhead() -> Measured:
     """The median at the batch where it is largest, up to the concurrency of the issue's figures."""
     found = measure([batch for batch in BATCHES if batch <= 32])
-    return Measured(round(max(row["us_per_step"]["median"] for row in found), 1), found)
+    about = "processor time with warm caches; where a model's steps empty them, a loaded server showed more (docs/serving.md)"
+    return Measured(round(max(row["us_per_step"]["median"] for row in found), 1), found, about)
 
 
 FIGURES = (
