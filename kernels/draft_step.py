@@ -66,6 +66,15 @@ class DraftCache:
         return self.table.shape[1] * self.keys.shape[2]
 
 
+def takes(embed: Tensor, heads: int, kv: int, head_dim: int) -> bool:
+    """Whether a draft of these heads, on the device and in the dtype of `embed`, should run as a fused step.
+
+    Its attention must be a kernel: the oracle reads the whole cache of a row, whatever its position.
+    """
+    query, keys = embed.new_empty(1, heads, head_dim), embed.new_empty(1, 1, kv, head_dim)
+    return dispatch.kernel_for("cached_attention", embed, lambda module: module.supports(query, keys)) is not None
+
+
 def forward(
     weights: DraftWeights, cache: DraftCache, tokens: Tensor, hidden: Tensor, positions: Tensor, step: int = 0
 ) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ class EagleDrafter(Drafter):
             name: tensor.detach().to(device=device, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in draft.state_dict().items()
         }
-        self._fusable = takes_kernels(embed) and not compiled
+        self._fusable = not compiled and draft_step.takes(embed, spec.num_heads, spec.num_kv_heads, spec.head_dim)
         plain = compiled or self._fusable  # inductor and Triton want plain weights
         lay_out: Callable[[Tensor], Tensor] = (lambda weight: weight) if plain else packed
         self._layers = _fused_layers(state, spec.num_layers, lay_out)

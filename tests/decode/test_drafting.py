@@ -10,6 +10,7 @@ from eagle.decode.cache import CachedAttention, KeyValueStore
 from eagle.decode.drafting import EagleDrafter
 from eagle.decode.proposal import MAX_DRAFT_TOKENS, Draws
 from eagle.decode.sampling import SamplingParams, Warp
+from kernels import draft_step
 from tests.decode.models import draft, target
 
 VARIANTS = [
@@ -83,6 +84,7 @@ def test_the_fused_step_is_the_plain_one(variant: dict, temperature: float, monk
     found = []
     for fused in (False, True):
         monkeypatch.setattr(drafting, "takes_kernels", lambda tensor, fused=fused: fused)
+        monkeypatch.setattr(draft_step, "takes", lambda *numbers, fused=fused: fused)
         drafter = EagleDrafter(net, model.get_input_embeddings().weight, batch=4, max_length=40)
         torch.manual_seed(5)
         warp = Warp.of([SamplingParams(temperature)] * 3, "cpu")
@@ -100,6 +102,7 @@ def test_the_fused_step_is_the_plain_one(variant: dict, temperature: float, monk
 
 def test_a_fused_draft_beyond_the_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "takes_kernels", lambda tensor: True)
+    monkeypatch.setattr(draft_step, "takes", lambda *numbers: True)
     model = target()
     drafter = EagleDrafter(draft(model), model.get_input_embeddings().weight, batch=1, max_length=4, reach=2)
     with torch.no_grad():
