@@ -57,6 +57,7 @@ def warm_draft(
         raise ConfigError(
             f"distill.warm_start: the draft-vocabulary map of {source} lacks token {lacking[0]}, which ends answers; {_MEND}"
         )
+    wanted = replace(wanted, draft_vocab_size=len(ids))
     model = DraftModel(wanted, target_embedding(target, wanted), ids)
     model.load_state_dict(loaded.state_dict())
     manifest.write_json(
@@ -149,8 +150,11 @@ def _plain(value: Any) -> Any:
 
 
 def _check_map_size(source: str, found: DraftSpec, wanted: DraftSpec) -> None:
-    if found.draft_vocab_size != wanted.draft_vocab_size:
+    """A smaller map passes: stage 1 cuts one that the data could not fill, and a larger one would be another map."""
+    if found.draft_vocab_size > wanted.draft_vocab_size:
         raise ConfigError(
             f"distill.warm_start: {source} has a draft-vocabulary map of {found.draft_vocab_size} tokens, draft.vocab_size asks "
             f"for {wanted.draft_vocab_size}; a warm start keeps the map: set draft.vocab_size={found.draft_vocab_size}, or {_MEND}"
         )
+    if found.draft_vocab_size < wanted.draft_vocab_size:
+        say(f"distill: {source} has a map of {found.draft_vocab_size} tokens, it is kept (draft.vocab_size: {wanted.draft_vocab_size})")

@@ -205,7 +205,7 @@ def test_print_starts_nothing_and_prints_what_would_run(project: Path, made: tup
 
 @pytest.mark.parametrize(
     ("given", "champion", "word"),
-    [(None, False, "give one of"), ("somewhere", True, "give one of"), ("models:/x", False, "no model address")],
+    [(None, False, "give one of"), ("somewhere", True, "give one of"), ("models:/x", False, "no address of a registered model")],
 )
 def test_an_unclear_bundle_is_one_line(project: Path, given: str | None, champion: bool, word: str) -> None:
     with pytest.raises(ConfigError, match=word):

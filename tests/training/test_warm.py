@@ -83,7 +83,7 @@ def test_the_map_is_kept_when_the_data_would_choose_another(toy: Toy, former: Pa
     ("draft", "words"),
     [
         ({"layers": 1}, "num_layers 2, draft.layers asks for 1"),
-        ({"vocab_size": 100}, "map of 200 tokens, draft.vocab_size asks for 100; a warm start keeps the map: set"),
+        ({"vocab_size": 100}, "map of 192 tokens, draft.vocab_size asks for 100; a warm start keeps the map: set"),
         ({"fc_norm": False}, "fc_norm True, draft.fc_norm asks for False"),
         ({"intermediate_size": 64}, "intermediate_size 96, draft.intermediate_size asks for 64"),
     ],
