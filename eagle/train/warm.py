@@ -157,4 +157,4 @@ def _check_map_size(source: str, found: DraftSpec, wanted: DraftSpec) -> None:
             f"for {wanted.draft_vocab_size}; a warm start keeps the map: set draft.vocab_size={found.draft_vocab_size}, or {_MEND}"
         )
     if found.draft_vocab_size < wanted.draft_vocab_size:
-        say(f"distill: {source} has a map of {found.draft_vocab_size} tokens, it is kept (draft.vocab_size: {wanted.draft_vocab_size})")
+        say(f"distill: the map of {source}, {found.draft_vocab_size} tokens, is kept (draft.vocab_size {wanted.draft_vocab_size})")
