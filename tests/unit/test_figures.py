@@ -15,7 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import decoding, decoding_equality, decoding_run, decoding_speed, figures, operations, serving, spine
+from benchmarks import (
+    decoding,
+    decoding_equality,
+    decoding_run,
+    decoding_speed,
+    figures,
+    kernels,
+    operations,
+    quality,
+    robustness,
+    serving,
+    spine,
+)
 from benchmarks.decoding_enumeration import _deterministic, _masses
 from benchmarks.decoding_equality import _compared, options
 from benchmarks.decoding_run import Effort, Run, find_run
@@ -34,7 +46,8 @@ from tests.decode.test_compare import make_run
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 KEYS = {"id", "what", "value", "unit", "bound", "holds", "runs", "command", "machine", "versions", "commit", "date"}
-ALL = (*spine.FIGURES, *decoding.FIGURES, *operations.FIGURES, *serving.FIGURES)
+PARTS = (spine, quality, decoding, kernels, operations, robustness, serving)
+ALL = tuple(figure for part in PARTS for figure in part.FIGURES)
 TINY = Effort(
     pairs=2, turn_prompts=1, new_tokens=8, batch_tokens=5, batches=(1, 3), equality_prompts=8, equality_tokens=6, option_prompts=4,
     single_prompts=2, samples=200, sample_tokens=3, traces=(("heldout", 1, 2), ("heldout", 3, 6)), kind_prompts=2, trace_tokens=12,
