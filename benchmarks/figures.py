@@ -23,9 +23,14 @@ from eagle.errors import closest
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MODULES = (
-    "benchmarks.spine", "benchmarks.quality", "benchmarks.decoding", "benchmarks.kernels", "benchmarks.operations", "benchmarks.robustness",
+    "benchmarks.spine",
+    "benchmarks.quality",
+    "benchmarks.decoding",
+    "benchmarks.kernels",
+    "benchmarks.operations",
+    "benchmarks.robustness",
     "benchmarks.serving",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
