@@ -157,7 +157,8 @@ class Run:
         if self.profile != WANTED:
             said.append(f"the draft is that of the profile '{self.profile}', not '{WANTED}'")
         if self.overrides:
-            said.append(f"trained with --set {' --set '.join(self.overrides)}")
+            said.append("trained with settings of its own: trained_with in the runs")
+            runs = [*runs, {"trained_with": list(self.overrides)}]
         return Measured(value, runs, "; ".join(said) or None, profile=self.profile)
 
 
