@@ -44,6 +44,15 @@ ON_RUN: dict[str, Callable[[Run], Measured]] = {
 }
 
 
+# What was tried for bounds that were not reached; shown in a figure's note while it falls short.
+TRIED_MT_BENCH = (
+    "tried: the default profile's draft (14 min, one thread) before the target was laid out for oneDNN: 1.23x; the full profile's "
+    "with self-instruct and self-prompted rows in its data (1.80 accepted at K=4 in vLLM, 1.56 at K=3 before); direct calls for "
+    "the draft's small operations (F4.6); a dynamic tree of 12 nodes (1.10x where the chain had 1.16x): MT-bench is unlike the "
+    "traffic trained on, and a faster target step makes every draft dearer"
+)
+
+
 def _on_run(figure: str) -> Callable[[], Measured]:
     return lambda: ON_RUN[figure](find_run())
 
@@ -60,7 +69,9 @@ FIGURES = (
     Figure("F3.2", "total variation of every verifier and option by exact enumeration, V=8, K=3", "", "<=", 1e-12, enumeration),
     Figure("F3.3", "chi-square of 100k sampled tokens, T=1, Eagle 3.1 K=3, the real target: p", "", ">=", 0.01, _on_run("F3.3")),
     Figure("F3.4a", "Eagle 3.1 + PID against none, batch 1, held-out prompts of the own kinds", "x", ">=", 1.6, _on_run("F3.4a")),
-    Figure("F3.4b", "Eagle 3.1 + PID against none, batch 1, MT-bench first turns", "x", ">=", 1.3, _on_run("F3.4b")),
+    Figure(
+        "F3.4b", "Eagle 3.1 + PID against none, batch 1, MT-bench first turns", "x", ">=", 1.3, _on_run("F3.4b"), TRIED_MT_BENCH
+    ),
     Figure("F3.5a", "Eagle 3.1 + PID against transformers' generate, batch 1, own kinds", "x", ">=", 2.0, _on_run("F3.5a")),
     Figure("F3.5b", "Eagle 3.1 + PID against transformers' prompt lookup, batch 1, own kinds", "x", ">=", 1.3, _on_run("F3.5b")),
     Figure(
