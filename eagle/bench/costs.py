@@ -53,7 +53,7 @@ def measure_costs(engine: Engine, work: Workload, batch: int, longest: int) -> C
     for size in sorted({max(1, batch // 4), max(1, batch // 2), batch}):
         lengths = cost_lengths(longest)
         times: dict[int, list[Step]] = defaultdict(list)
-        turns = Turns(lengths)
+        turns = Turns([length for length in lengths for _ in range(2)])
         for turn in range(_TURNS):
             if all(len(times[length]) >= SAMPLES for length in lengths):
                 break
@@ -74,7 +74,8 @@ def measure_costs(engine: Engine, work: Workload, batch: int, longest: int) -> C
 def _full_steps(engine: Engine, prompts: list[list[int]], size: int, turns: Turns) -> list[Step]:
     """Decode one batch to the end of its room and return the steps that say what a round costs.
 
-    Left out: the first step with a draft, in which the draft takes the prompts in, and steps of a smaller batch.
+    Left out: the first step with a draft, in which the draft takes the prompts in, steps of a smaller batch, and steps after
+    one of another length: what the draft has to take in is what the step before accepted.
     """
     with engine.decoding(turns, batch=size) as run:
         for index, prompt in enumerate(prompts):
@@ -83,4 +84,4 @@ def _full_steps(engine: Engine, prompts: list[list[int]], size: int, turns: Turn
             run.step()
         steps = [step for step in run.stats.steps if step.batch == size]
     first = next((at for at, step in enumerate(steps) if step.length), len(steps))
-    return steps[:first] + steps[first + 1 :]
+    return [step for at, step in enumerate(steps) if at != first and at and steps[at - 1].length == step.length]

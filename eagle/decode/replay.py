@@ -9,7 +9,7 @@ rounds, whatever it chose. That is exact when acceptance does not depend on the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -124,8 +124,23 @@ def settle_rounds(lengths: Sequence[int], switch: int, target: int, band: int = 
 
     A K that is already there gives 0. Near the end of `lengths`, holding to the end is enough.
     """
+    return settle_rounds_among(lengths, switch, range(target - band, target + band + 1), hold)
+
+
+def good_lengths(stream: Sequence[Round], costs: CostTable, k_max: int, share: float = 0.95) -> frozenset[int]:
+    """The draft lengths K = 0 .. `k_max` which, held over the whole stream, reach `share` of the best one's rate.
+
+    The optimum is often flat: with a heavy tail of long acceptances K = 3 and K = 6 may differ by 3 %. Raises ValueError as
+    `replay` does.
+    """
+    rates = [replay(stream, FixedLength(k), costs, k_max).rate for k in range(k_max + 1)]
+    return frozenset(k for k, rate in enumerate(rates) if rate >= share * max(rates))
+
+
+def settle_rounds_among(lengths: Sequence[int], switch: int, good: Collection[int], hold: int = 5) -> int | None:
+    """Rounds after round `switch` until K first stays among `good` for `hold` rounds (or to the end); None = it never does."""
     for start in range(switch, len(lengths)):
-        if all(abs(length - target) <= band for length in lengths[start : start + hold]):
+        if all(length in good for length in lengths[start : start + hold]):
             return start - switch
     return None
 

@@ -17,12 +17,14 @@ from eagle.decode.replay import (
     Outcome,
     Round,
     best_fixed,
+    good_lengths,
     load_trace,
     oracle,
     regret,
     replay,
     save_trace,
     settle_rounds,
+    settle_rounds_among,
     worst_window,
 )
 from eagle.errors import DataError
@@ -97,6 +99,17 @@ def test_best_fixed_and_oracle_are_the_best() -> None:
     mine = regret(replay(stream, FixedLength(1), costs, 3), stream, costs, 3)
     assert mine.fixed == pytest.approx(1 - rates[(1,) * 4] / max(rates[(k,) * 4] for k in range(4)))
     assert mine.oracle == pytest.approx(1 - rates[(1,) * 4] / max(rates.values()))
+
+
+def test_good_lengths_are_those_near_the_best_one() -> None:
+    costs = CostTable({(1, 1): 1.0, (1, 5): 1.0}, {(1, 1): 0.1, (1, 4): 0.4})
+    stream = [Round(1, (4,)), Round(1, (0,))] * 10
+    rates = [1.0, 1.5 / 1.1, 2.0 / 1.2, 2.5 / 1.3, 3.0 / 1.4]
+    for share in (0.5, 0.85, 0.9, 1.0):
+        assert good_lengths(stream, costs, 4, share) == {k for k, rate in enumerate(rates) if rate >= share * max(rates)}
+    assert settle_rounds_among([0, 0, 3, 4, 3, 4, 3, 0], 1, {3, 4}) == 1
+    assert settle_rounds_among([0, 0, 3, 4, 0, 4, 3, 3], 1, {3, 4}) == 4
+    assert settle_rounds_among([0, 0, 3], 0, {7}) is None
 
 
 def test_settle_rounds() -> None:
