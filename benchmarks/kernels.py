@@ -112,8 +112,9 @@ FIGURES = [
     Figure("F4.5", "spills of all kernels compiled for sm_90", "bytes", "<=", 0, spills),
     Figure(
         "F4.6", "CPU: draft step by direct calls against torch's operations, batch 1", "x", ">=", 1.5, direct_draft_step,
-        "tried: torch.compile of the parts between attentions (slower: its bf16 products read the weights as they are stored); direct "
-        "calls for all small operations (this figure): what is left is reading 34 MB of weights a token",
+        "tried: torch.compile of the parts between attentions (slower: its bf16 products read the weights as they are stored); "
+        "weights laid out for oneDNN (in both forms here); direct calls for all small operations (this figure): what is left is "
+        "reading 34 MB of weights a token",
     ),
     Figure("F4.7", "interpreter tests of the kernels", "min", "<=", 3, interpreter_minutes),
 ]  # fmt: skip
