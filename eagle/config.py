@@ -314,10 +314,10 @@ class ControlConfig(Section):
     kd: Annotated[float, Field(ge=0.0)] = Field(0.5, description="acts on the measurement")
     trim_limit: Annotated[float, Field(ge=0.0)] = Field(1.0, description="bound of the PID's correction, draft tokens")
     dead_band: Annotated[float, Field(ge=0.5, lt=1.0)] = Field(0.75, description="change of the trim that moves K, draft tokens")
-    surprise: Annotated[float, Field(gt=0.0)] = Field(2.0, description="standard deviations of the hit rate that make it forget")
+    surprise: Annotated[float, Field(gt=0.0)] = Field(1.7, description="standard deviations of the hit rate that make it forget")
     speculation_margin: Annotated[float, Field(ge=0.0)] = Field(0.02, description="gain promised before speculation begins")
     probe_every: PositiveInt = Field(5, description="rounds without speculation before it is tried again")
-    probe_budget: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.009, description="share of the time that probes may cost")
+    probe_budget: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.015, description="share of the time that probes may cost")
 
 
 class ServeConfig(Section):

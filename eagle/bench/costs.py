@@ -18,7 +18,7 @@ from eagle.decode.requests import Request
 from eagle.decode.stats import Step
 from eagle.errors import ConfigError
 
-SAMPLES = 5
+SAMPLES = 8
 _TURNS = 50  # runs through the workload after which a length that never came up is given up
 
 

@@ -77,13 +77,13 @@ class ControlSettings:
     back_calculation: float = 0.3
     leak: float = 0.1
     dead_band: float = 0.75
-    surprise: float = 2.0
+    surprise: float = 1.7
     surprise_memory: float = 4.0
     length_margin: float = 0.01
     speculation_margin: float = 0.02
     probe_every: int = 5
     probe_limit: int = 512
-    probe_budget: float = 0.009
+    probe_budget: float = 0.015
     probe_drafts: int = 4
     trace_rounds: int = 4096
 

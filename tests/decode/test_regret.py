@@ -189,7 +189,7 @@ def test_speculation_that_loses_costs_little(make: type[PidController] | type[Ch
     policy: LengthPolicy = make(costs)
     mine = replay(stream, policy, costs, K_MAX)
     assert mine.lengths.count(0) > 800
-    assert 1.0 - mine.rate / plain.rate <= 0.015
+    assert 1.0 - mine.rate / plain.rate <= 0.02
     assert sum(mine.lengths[200:]) > 0  # it goes on trying
 
 
