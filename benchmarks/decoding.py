@@ -70,8 +70,8 @@ FIGURES = (
     Figure("F3.3", "chi-square of 100k sampled tokens, T=1, Eagle 3.1 K=3, the real target: p", "", ">=", 0.01, _on_run("F3.3")),
     Figure(
         "F3.4a", "Eagle 3.1 + PID against none, batch 1, held-out prompts of the own kinds", "x", ">=", 1.6, _on_run("F3.4a"),
-        "tried: the default profile's draft: 1.31x; the full profile's with the user's own traffic (GSM8K): 1.66x; the same draft with "
-        "the controller's present settings: 1.51x, where the arm without a draft was 11 % faster and the other one the same",
+        "tried: the default profile's draft: 1.31x; the full profile's with the user's own traffic (GSM8K): 1.66x; the same draft "
+        "with the controller's present settings: 1.51x, where the arm without a draft was 11 % faster and the other the same",
     ),
     Figure(
         "F3.4b", "Eagle 3.1 + PID against none, batch 1, MT-bench first turns", "x", ">=", 1.3, _on_run("F3.4b"), TRIED_MT_BENCH
