@@ -41,8 +41,8 @@ def second(context: steps.StepContext) -> dict[str, Any]:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = (
-        steps.Step("first", f"{__name__}:first", ("dataset",), (), ("eagle/config.py",)),
-        steps.Step("second", f"{__name__}:second", ("policy",), ("first",), ("eagle/config.py",)),
+        steps.Step("first", f"{__name__}:first", ("dataset",), (), ("eagle/config",)),
+        steps.Step("second", f"{__name__}:second", ("policy",), ("first",), ("eagle/config",)),
     )
     monkeypatch.setattr(steps, "STEPS", {row.name: row for row in rows})
     monkeypatch.setattr(steps, "target_fingerprint", lambda *_: "toy")
