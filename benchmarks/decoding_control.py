@@ -17,7 +17,7 @@ from eagle.bench.workload import Arm, Workload
 from eagle.config import Method
 from eagle.decode.control import ControlSettings, PidController
 from eagle.decode.cost import CostTable
-from eagle.decode.replay import Round, best_fixed, good_lengths, replay, settle_rounds_among
+from eagle.decode.replay import Round, best_fixed, good_lengths, replay, settle_rounds
 from eagle.progress import say
 
 METHOD: Method = "eagle31-pid"
@@ -108,7 +108,7 @@ def _settled(
     """Return the rounds that the controller takes after the switch (None: never), and the lengths K that count as settled."""
     good = good_lengths(after, costs, K_MAX)
     lengths = replay([*before, *after], PidController(costs, settings), costs, K_MAX).lengths
-    return settle_rounds_among(lengths, len(before), good), sorted(good)
+    return settle_rounds(lengths, len(before), good), sorted(good)
 
 
 def _recorded(

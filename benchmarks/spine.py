@@ -25,6 +25,7 @@ from eagle.dataset.read import load_rows
 from eagle.decode.engine import Engine
 from eagle.draft.io import load_draft
 from eagle.profiles import load_config
+from eagle.serve.command import speculative_config
 from eagle.target.generate import Request
 from eagle.target.load import load_target, load_tokenizer, setup_torch, target_dims
 from eagle.target.resolve import demo_folder
@@ -102,24 +103,25 @@ def _need_run() -> Config:
     return load_config(ROOT, "default", [f"paths.{name}={place}" for name, place in OVERRIDES.items()])
 
 
-def _acceptance(prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
-    """Return vLLM's own acceptance counters for the bundle on these prompts: T=0, K=3, fp32."""
-    config = _need_run()
-    target = demo_folder(STATE / "cache")
+def vllm_acceptance(
+    prompts: list[list[int]], config: Config, target: Path, bundle: Path, *, k: int, max_new_tokens: int, work: Path, title: str
+) -> dict[str, Any]:
+    """Return vLLM's own acceptance counters for a bundle on these prompts: T=0, fp32."""
     stops = tuple(target_dims(target).eos_token_ids)
     job = VllmJob(
         model=target,
         dtype="float32",
         requests=[Request(prompt, max_new_tokens, 0.0, 0, stops) for prompt in prompts],
-        speculative={"method": "eagle3", "model": str(RUN / "bundle" / "bundle"), "num_speculative_tokens": 3},
+        speculative=speculative_config(bundle, k),
     )
-    result = run_vllm(job, config, ROOT, work=STATE, title="F1.2")
+    result = run_vllm(job, config, ROOT, work=work, title=title)
     counters = result.counters
     if counters is None:
         sys.exit("error: vLLM reported no speculation counters")
     return {
         "prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
+        "draft_tokens": k,
         "drafts": counters.drafts,
         "acceptance_length": counters.acceptance_length,
         "by_position": counters.acceptance_by_position,
@@ -127,11 +129,24 @@ def _acceptance(prompts: list[list[int]], max_new_tokens: int) -> dict[str, Any]
     }
 
 
+def first_turns(path: Path, target: Path) -> list[list[int]]:
+    """Return the rendered first turns, token ids, of a file in MT-bench's form."""
+    tokenizer = load_tokenizer(target)
+    turns = [json.loads(line)["turns"][0] for line in path.read_text(encoding="utf-8").splitlines()]
+    return [render_prompt(tokenizer, [{"role": "user", "content": turn}]) for turn in turns]
+
+
+def _acceptance(prompts: list[list[int]]) -> dict[str, Any]:
+    config, bundle = _need_run(), RUN / "bundle" / "bundle"
+    target = demo_folder(STATE / "cache")
+    return vllm_acceptance(prompts, config, target, bundle, k=3, max_new_tokens=TOKENS, work=STATE, title="F1.2")
+
+
 def own_acceptance() -> Measured:
     """F1.2a: held-out prompts of the kinds trained on, all of them."""
     _need_run()
     rows = load_rows(RUN / "dataset", "heldout")
-    found = _acceptance([list(r.input_ids[: r.prompt_length]) for r in rows], TOKENS)
+    found = _acceptance([list(r.input_ids[: r.prompt_length]) for r in rows])
     return Measured(round(found["acceptance_length"], 3), [found])
 
 
@@ -140,9 +155,7 @@ def mt_bench_acceptance() -> Measured:
     if not MT_BENCH.is_file():
         return Measured(None, [], f"MT-bench's {MT_BENCH.name} is not at hand")
     _need_run()
-    tokenizer = load_tokenizer(demo_folder(STATE / "cache"))
-    turns = [json.loads(line)["turns"][0] for line in MT_BENCH.read_text(encoding="utf-8").splitlines()]
-    found = _acceptance([render_prompt(tokenizer, [{"role": "user", "content": turn}]) for turn in turns], TOKENS)
+    found = _acceptance(first_turns(MT_BENCH, demo_folder(STATE / "cache")))
     return Measured(round(found["acceptance_length"], 3), [found])
 
 

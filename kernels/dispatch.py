@@ -74,6 +74,11 @@ def using(
         _settings.reset(token)
 
 
+def backend() -> Backend:
+    """Return the backend that is set here (this thread or task)."""
+    return _settings.get().backend
+
+
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, backend: Backend | None = None
 ) -> tuple[Tensor, Tensor]:

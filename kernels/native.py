@@ -2,7 +2,7 @@
 
 On a handful of rows torch spends far more time in dispatching an operation than in its arithmetic: RMSNorm alone is eight
 operator calls. Here each is one call with pointers. Only for inference, for contiguous tensors on CPU. Where there is no
-compiler, or EAGLE_KERNELS=reference is set, `native()` is None, with one line in the log, and torch's operations run.
+compiler (one line in the log says so), or where `kernels.dispatch` is set to the backend "reference", torch's operations run.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from kernels.dispatch import backend
 
 SOURCE = Path(__file__).with_name("native.cpp")
 CACHE = "EAGLE_KERNEL_CACHE"
@@ -46,14 +48,10 @@ class Native:
     """The functions of a built library for one dtype. Shapes and dtypes are the caller's responsibility: nothing is checked."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
-        name = _NAMES[dtype]
-        self._functions = {}
-        for function, signature in _SIGNATURES.items():
-            found = getattr(library, f"{function}_{name}")
-            found.argtypes, found.restype = signature, None
-            self._functions[function] = found
-        self._norm, self._silu, self._argmax = (self._functions[n] for n in ("add_rms_norm", "silu_mul", "argmax"))
-        self._rope, self._attend = self._functions["rope_write"], self._functions["attend"]
+        found = [getattr(library, f"{function}_{_NAMES[dtype]}") for function in _SIGNATURES]
+        for function, signature in zip(found, _SIGNATURES.values(), strict=True):
+            function.argtypes, function.restype = signature, None
+        self._norm, self._silu, self._argmax, self._rope, self._attend = found
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None = None
@@ -120,7 +118,7 @@ class Native:
 
 def native(dtype: torch.dtype, device: torch.device) -> Native | None:
     """Return the operations for tensors of `dtype` on `device`, built at the first call; None where they cannot be had."""
-    if device.type != "cpu" or dtype not in _NAMES or os.environ.get("EAGLE_KERNELS") == "reference":
+    if device.type != "cpu" or dtype not in _NAMES or backend() == "reference":
         return None
     library = _library()
     return None if library is None else Native(library, dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ from eagle.draft.model import DraftModel
 from eagle.errors import DataError
 from eagle.serve.command import speculative_config
 from eagle.steps import StepContext
+from eagle.target.generate import Request
 from eagle.target.load import ensure_target, load_target, pick_device, setup_torch, target_dims
 from eagle.target.vllm import VllmJob, run_vllm
 from eagle.train import reward, rollout
 from eagle.train.batches import collate
 from eagle.train.features import FeatureStore, ensure_features
 from eagle.train.rollout import DraftPass, Stretch, TreeVerifier
-from eagle.train.validate import heldout_rows, replay_acceptance
+from eagle.train.validate import heldout_rows, length_batches, replay_acceptance
 
 BATCH_TOKENS = 1024
 TEMPERATURE = 1.0
@@ -78,7 +78,7 @@ def expected_accepted(
     ends = torch.tensor(model.spec.eos_token_id, dtype=torch.long, device=device)
     generator = torch.Generator().manual_seed(seed)
     total, count = 0.0, 0
-    for part in _parts(store, rows):
+    for part in length_batches(store, rows, BATCH_TOKENS):
         batch = collate(store, part, str(device))
         begin = batch.loss_mask.long().argmax(1).cpu()
         span = int((batch.lengths.cpu() - 1 - begin).max())
@@ -93,25 +93,6 @@ def expected_accepted(
     return total / count, count
 
 
-def _parts(store: FeatureStore, rows: Sequence[int]) -> list[list[int]]:
-    parts: list[list[int]] = []
-    for i in sorted(rows, key=lambda i: store.rows[i].length):
-        if parts and (len(parts[-1]) + 1) * store.rows[i].length <= BATCH_TOKENS:
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    return parts
-
-
-@dataclass(frozen=True)
-class _Request:
-    prompt: list[int]
-    max_tokens: int
-    stop: tuple[int, ...]
-    temperature: float = 0.0
-    seed: int = 0
-
-
 def count_in_vllm(draft: Path, dataset: Path, config: Config, root: Path, work: Path) -> dict[str, Any]:
     """Return vLLM's own counters for the draft on held-out prompts at T = 0: accepted tokens a round, rounds, version.
 
@@ -119,7 +100,7 @@ def count_in_vllm(draft: Path, dataset: Path, config: Config, root: Path, work: 
     """
     target = ensure_target(config.target, root, root / config.paths.cache)
     rows, stop = pick_prompts(dataset, config.ablate.prompts), target_dims(target).eos_token_ids
-    requests = [_Request(row.prompt, config.bundle.max_new_tokens, stop) for row in rows]
+    requests = [Request(row.prompt, config.bundle.max_new_tokens, 0.0, 0, stop) for row in rows]
     job = VllmJob(target, requests, "float32", speculative=speculative_config(draft, config.ablate.draft_tokens))
     found = run_vllm(job, config, root, title="ablate: vLLM", work=work)
     counters = found.counters

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from eagle import manifest
 from eagle.ablate import report
@@ -21,6 +21,7 @@ from eagle.ablate.arms import ARMS, REFERENCE, Arm, arm_config, needed, same_as_
 from eagle.ablate.report import Result
 from eagle.config import Config
 from eagle.errors import BusyError, ConfigError, StepFailed
+from eagle.locks import owned_lock
 from eagle.progress import say
 from eagle.steps import CODE_ROOT, StepContext, mend, produce
 from eagle.target.resolve import target_fingerprint
@@ -74,7 +75,7 @@ def ablate(what: Ablation, arms: Sequence[Arm]) -> str:
     commands = {arm.name: command(what, arm) for arm in arms}
     results: dict[str, dict[int, Result]] = {arm.name: {} for arm in [*work, *arms]}
     try:
-        with FileLock(what.out / "ablate.lock", timeout=0):
+        with owned_lock(what.out / "ablate.lock"):
             for seed in seeds:
                 for arm in work:
                     results[arm.name][seed] = _one(what, arm, seed, measured=arm in arms or arm.name == REFERENCE)

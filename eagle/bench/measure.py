@@ -218,7 +218,8 @@ def logit_gap(target: PreTrainedModel, tokens: list[int]) -> float:
 def memory(engine: Engine) -> dict[str, Any]:
     """Return the bytes of weights and KV cache of target and draft as the engine holds them, and their ratio.
 
-    The embedding that the draft shares with the target counts as the target's.
+    The embedding that the draft shares with the target counts as the target's. `target_held_bytes` has second copies of
+    weights too (a head tied to the embedding, laid out for CPU); the ratio does not.
     """
     drafter = engine.drafter
     if drafter is None:
@@ -226,6 +227,7 @@ def memory(engine: Engine) -> dict[str, Any]:
     weights, kv = weight_bytes(engine.target), engine.store.bytes
     return {
         "target_weights_bytes": weights,
+        "target_held_bytes": weight_bytes(engine.target, held=True),
         "target_kv_bytes": kv,
         "draft_weights_bytes": drafter.weight_bytes,
         "draft_kv_bytes": drafter.state_bytes,

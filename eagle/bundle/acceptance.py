@@ -7,7 +7,6 @@ Both are done greedily in float32 on held-out prompts. A draft that vLLM reads d
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,12 @@ from eagle.draft.io import load_draft
 from eagle.errors import DataError
 from eagle.progress import say
 from eagle.serve.command import speculative_config
+from eagle.target.generate import Request
 from eagle.target.layout import lay_out
 from eagle.target.load import load_target, pick_device, setup_torch, target_dims
 from eagle.target.vllm import Counters, VllmJob, VllmResult, run_vllm
 
 REFERENCE_BATCH = 8
-
-
-@dataclass(frozen=True)
-class _Request:
-    prompt: list[int]
-    max_tokens: int
-    stop: tuple[int, ...]
-    temperature: float = 0.0
-    seed: int = 0
 
 
 def pick_prompts(dataset: Path, count: int) -> list[Row]:
@@ -61,7 +52,7 @@ def validate_in_vllm(bundle: Path, target: Path, rows: list[Row], config: Config
     acceptance lengths. Raises StepFailed when vLLM fails.
     """
     section, stop = config.bundle, target_dims(target).eos_token_ids
-    requests = [_Request(row.prompt, section.max_new_tokens, stop) for row in rows]
+    requests = [Request(row.prompt, section.max_new_tokens, 0.0, 0, stop) for row in rows]
     speculative = speculative_config(bundle, section.draft_tokens)
     plain = _vllm(VllmJob(target, requests, "float32"), config, root, "bundle: vLLM without speculation", work / "plain")
     drafted = _vllm(

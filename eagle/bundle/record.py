@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle import manifest
 from eagle.errors import BundleError
+from eagle.target.identity import tokenizer_hash
 
 RECORD = "serving.json"
 _COSTS_OF = "eagle31-pid"
@@ -43,11 +44,6 @@ class BundleRecord(BaseModel):
     def off(self) -> bool:
         """Whether speculation was measured, and won at no batch size."""
         return bool(self.recommended) and all(row.draft_tokens == 0 for row in self.recommended)
-
-
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the sha256 of a tokenizer's vocabulary (token to id)."""
-    return manifest.hash_json(sorted(tokenizer.get_vocab().items()))
 
 
 def make_record(tokenizer: PreTrainedTokenizerBase, bench: dict[str, Any], validation: dict[str, Any]) -> BundleRecord:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
 from eagle.commands.invocation import DirOption, ProfileOption, SetOption, base_folder, load
 from eagle.progress import say
+
+if TYPE_CHECKING:
+    from eagle.watch.run import Tell
+    from eagle.watch.state import Change, State
 
 
 def watch(
@@ -29,14 +35,14 @@ def watch(
     """
     from eagle.bundle.reference import read_reference
     from eagle.watch.display import Screen, next_step, status_line
-    from eagle.watch.run import EXIT_CODES, Watch, alone, default_state, event_hook
+    from eagle.watch.run import EXIT_CODES, Watch, alone, default_state
 
     config, root, chosen = load(context, profile, overrides)
     served = bundle or base_folder(root, config, chosen, folder) / "bundle" / "bundle"
     reference = read_reference(served)
     path = state or default_state(root / config.paths.state / "watch", url)
     with alone(path):
-        watched = Watch(url, reference, config.watch, path, event_hook(url, served) if event else None)
+        watched = Watch(url, reference, config.watch, path, _event_hook(url, served) if event else None)
         if watched.fresh:
             say(f"watch: new evidence in {path} ({watched.fresh})")
         if not once:
@@ -45,3 +51,20 @@ def watch(
         watched.look()
         sys.stdout.write("\n".join(filter(None, (status_line(watched), next_step(watched)))) + "\n")
         raise typer.Exit(EXIT_CODES[watched.state.status])
+
+
+def _event_hook(url: str, bundle: Path) -> Tell:
+    """Return a hook that sends each change to Prefect, through flows/: the library knows nothing of Prefect.
+
+    Raises PreflightError when no Prefect server is set up.
+    """
+    from eagle.watch.scrape import metrics_url
+
+    page = metrics_url(url)
+    events = importlib.import_module("flows.events")
+    emit = events.emitter(f"eagle.draft/{urlsplit(page).netloc}", {"url": page, "bundle": str(bundle.resolve())})
+
+    def tell(change: Change, state: State) -> None:
+        emit(change.status, change.at, {**change.model_dump(exclude={"told", "at", "status"}), "restarts": state.restarts})
+
+    return tell

@@ -119,14 +119,6 @@ def regret(outcome: Outcome, stream: Sequence[Round], costs: CostTable, k_max: i
     return Regret(1.0 - outcome.rate / fixed.rate, 1.0 - outcome.rate / clairvoyant.rate)
 
 
-def settle_rounds(lengths: Sequence[int], switch: int, target: int, band: int = 1, hold: int = 5) -> int | None:
-    """Rounds after round `switch` until K first stays within `band` of `target` for `hold` rounds; None = it never does.
-
-    A K that is already there gives 0. Near the end of `lengths`, holding to the end is enough.
-    """
-    return settle_rounds_among(lengths, switch, range(target - band, target + band + 1), hold)
-
-
 def good_lengths(stream: Sequence[Round], costs: CostTable, k_max: int, share: float = 0.95) -> frozenset[int]:
     """The draft lengths K = 0 .. `k_max` which, held over the whole stream, reach `share` of the best one's rate.
 
@@ -137,7 +129,7 @@ def good_lengths(stream: Sequence[Round], costs: CostTable, k_max: int, share: f
     return frozenset(k for k, rate in enumerate(rates) if rate >= share * max(rates))
 
 
-def settle_rounds_among(lengths: Sequence[int], switch: int, good: Collection[int], hold: int = 5) -> int | None:
+def settle_rounds(lengths: Sequence[int], switch: int, good: Collection[int], hold: int = 5) -> int | None:
     """Rounds after round `switch` until K first stays among `good` for `hold` rounds (or to the end); None = it never does."""
     for start in range(switch, len(lengths)):
         if all(length in good for length in lengths[start : start + hold]):

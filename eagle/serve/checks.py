@@ -9,9 +9,10 @@ from pathlib import Path
 import psutil
 from packaging.version import InvalidVersion, Version
 
-from eagle.bundle.record import BundleRecord, read_record, tokenizer_hash
+from eagle.bundle.record import BundleRecord, read_record
 from eagle.bundle.validate import check_bundle
 from eagle.errors import BundleError, PreflightError
+from eagle.target.identity import tokenizer_hash
 from eagle.target.load import load_tokenizer, target_dims
 from eagle.target.vllm import INSTALL, VllmBuild
 

@@ -6,8 +6,6 @@ inference: a laid-out layer has no parameter any more. Everything else of the mo
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -53,8 +51,7 @@ def lay_out(model: PreTrainedModel) -> PreTrainedModel:
 
 def weight_bytes(model: nn.Module, *, held: bool = False) -> int:
     """Return the bytes of the model's weights, laid out or not, each weight once; `held`: second copies count too."""
-    seen: dict[int, Any] = {id(p): p for p in model.parameters()}
-    plain = sum(p.numel() * p.element_size() for p in seen.values())
+    plain = sum(p.numel() * p.element_size() for p in model.parameters())
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     return plain + sum(layer.weight_bytes for layer in layers if held or not layer.extra)
 

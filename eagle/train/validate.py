@@ -64,9 +64,8 @@ def replay_acceptance(
     device = model.lm_head.weight.device
     accepted_at = np.zeros(k, dtype=np.int64)
     rounds = 0
-    order = sorted(rows, key=lambda i: store.rows[i].length)
     with model.half_precision(autocast):
-        for batch_rows in _batches(store, order, tokens_per_batch):
+        for batch_rows in length_batches(store, rows, tokens_per_batch):
             batch = collate(store, batch_rows, str(device))
             matched = draft_matches(model, batch, k).cpu().numpy()
             for at, row in enumerate(batch_rows):
@@ -78,9 +77,10 @@ def replay_acceptance(
     return Acceptance(1.0 + float(accepted_at.sum()) / rounds, tuple(float(n) / rounds for n in accepted_at), rounds)
 
 
-def _batches(store: FeatureStore, order: Sequence[int], tokens: int) -> list[list[int]]:
+def length_batches(store: FeatureStore, rows: Sequence[int], tokens: int) -> list[list[int]]:
+    """Return `rows` of the store by length, in batches of at most `tokens` tokens with padding; a longer row comes alone."""
     batches: list[list[int]] = []
-    for i in order:  # ascending length: the newest row is the longest of its batch
+    for i in sorted(rows, key=lambda i: store.rows[i].length):  # ascending length: the newest row is the longest of its batch
         if batches and (len(batches[-1]) + 1) * store.rows[i].length <= tokens:
             batches[-1].append(i)
         else:

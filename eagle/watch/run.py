@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from eagle import manifest
 from eagle.bundle.reference import Reference
 from eagle.config import WatchConfig
 from eagle.errors import BusyError, EagleError
+from eagle.locks import owned_lock
 from eagle.progress import say
 from eagle.watch.scrape import NoCounters, Unreachable, fetch, metrics_url, parse
 from eagle.watch.state import Change, State, load_state, save_state
@@ -79,21 +79,6 @@ class Watch:
             time.sleep(max(self.config.interval_s - (time.monotonic() - began), 0.0))
 
 
-def event_hook(url: str, bundle: Path) -> Tell:
-    """Return a hook that sends each change to Prefect, through flows/: this package knows nothing of Prefect.
-
-    Raises PreflightError when no Prefect server is set up.
-    """
-    page = metrics_url(url)
-    events = importlib.import_module("flows.events")
-    emit = events.emitter(f"eagle.draft/{urlsplit(page).netloc}", {"url": page, "bundle": str(bundle.resolve())})
-
-    def tell(change: Change, state: State) -> None:
-        emit(change.status, change.at, {**change.model_dump(exclude={"told", "at", "status"}), "restarts": state.restarts})
-
-    return tell
-
-
 def default_state(folder: Path, url: str) -> Path:
     """Return the state file of a server below `folder`: its host and port, and a hash that tells whole addresses apart."""
     full = metrics_url(url)
@@ -106,7 +91,7 @@ def alone(path: Path) -> Iterator[None]:
     """Hold the state file; BusyError when another watch has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(path.with_name(path.name + ".lock"), timeout=0):
+        with owned_lock(path.with_name(path.name + ".lock")):
             yield
     except Timeout:
         raise BusyError(f"watch: another process watches with {path}; stop it or give another --state") from None

@@ -24,7 +24,6 @@ from eagle.decode.replay import (
     replay,
     save_trace,
     settle_rounds,
-    settle_rounds_among,
     worst_window,
 )
 from eagle.errors import DataError
@@ -107,17 +106,17 @@ def test_good_lengths_are_those_near_the_best_one() -> None:
     rates = [1.0, 1.5 / 1.1, 2.0 / 1.2, 2.5 / 1.3, 3.0 / 1.4]
     for share in (0.5, 0.85, 0.9, 1.0):
         assert good_lengths(stream, costs, 4, share) == {k for k, rate in enumerate(rates) if rate >= share * max(rates)}
-    assert settle_rounds_among([0, 0, 3, 4, 3, 4, 3, 0], 1, {3, 4}) == 1
-    assert settle_rounds_among([0, 0, 3, 4, 0, 4, 3, 3], 1, {3, 4}) == 4
-    assert settle_rounds_among([0, 0, 3], 0, {7}) is None
+    assert settle_rounds([0, 0, 3, 4, 3, 4, 3, 0], 1, {3, 4}) == 1
+    assert settle_rounds([0, 0, 3, 4, 0, 4, 3, 3], 1, {3, 4}) == 4
+    assert settle_rounds([0, 0, 3], 0, {7}) is None
 
 
 def test_settle_rounds() -> None:
     lengths = [1] * 10 + [2, 5, 2, 4, 5, 5, 4, 6, 2, 5, 5]
-    assert settle_rounds(lengths, 10, target=5) == 3
-    assert settle_rounds(lengths, 10, target=5, band=0) == 9  # holds to the end
-    assert settle_rounds(lengths, 10, target=1, band=1) is None
-    assert settle_rounds(lengths, 0, target=1) == 0
+    assert settle_rounds(lengths, 10, range(4, 7)) == 3
+    assert settle_rounds(lengths, 10, {5}) == 9  # holds to the end
+    assert settle_rounds(lengths, 10, range(3)) is None
+    assert settle_rounds(lengths, 0, range(3)) == 0
 
 
 def test_worst_window() -> None:
@@ -203,7 +202,7 @@ def test_settles_after_a_switch(before: float, after: float, batch: int) -> None
     for seed in range(7):
         stream = drawn(before, batch, 150, seed) + drawn(after, batch, 150, 100 + seed)
         for waited, policy in ((waits, PidController(costs)), (slow, PidController(costs, without))):
-            settled = settle_rounds(replay(stream, policy, costs, K_MAX).lengths, 150, target)
+            settled = settle_rounds(replay(stream, policy, costs, K_MAX).lengths, 150, range(target - 1, target + 2))
             waited.append(150 if settled is None else settled)
     assert median(waits) <= 20
     assert sorted(waits)[-2] <= 25

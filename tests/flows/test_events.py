@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -10,16 +9,6 @@ import httpx
 import pytest
 
 from eagle.errors import PreflightError, StepFailed
-from flows import server
-
-
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREFECT_HOME", str(tmp_path_factory.mktemp("prefect")))
-        patch.setenv("PREFECT_API_URL", "")
-        server.start_temporary_api(tmp_path_factory.mktemp("log") / "server.log")()
-        return os.environ["PREFECT_API_URL"]
 
 
 def events_of(api: str, name: str) -> list[dict[str, Any]]:

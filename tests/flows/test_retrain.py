@@ -16,7 +16,7 @@ import pytest
 from filelock import FileLock
 
 from eagle.errors import ConfigError, PreflightError
-from flows import launch, server
+from flows import launch
 from flows.launch import Launch
 from tests.flows.fakes import make_project
 
@@ -26,16 +26,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_project(tmp_path_factory.mktemp("flow") / "mein Prøjekt")
-
-
-@pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One API server for the runs that do not test the command's own; ended at exit."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREFECT_HOME", str(tmp_path_factory.mktemp("prefect")))
-        patch.setenv("PREFECT_API_URL", "")
-        server.start_temporary_api(tmp_path_factory.mktemp("log") / "server.log")()
-        return os.environ["PREFECT_API_URL"]
 
 
 def start(project: Path, *arguments: str, api: str | None = None, **fakes: Any) -> subprocess.Popen[str]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native as module
+from kernels.dispatch import using
 from kernels.native import Native, native
 
 CPU = torch.device("cpu")
@@ -108,11 +109,11 @@ def test_rotation_cache_and_attention(dtype: torch.dtype, heads: int, kv: int, d
             close(out[r, t], torch.einsum("hp,phd->hd", weights, held).to(dtype))
 
 
-def test_not_on_other_devices_dtypes_or_when_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_on_other_devices_dtypes_or_when_switched_off() -> None:
     assert native(torch.float16, CPU) is None
     assert native(torch.float32, torch.device("meta")) is None
-    monkeypatch.setenv("EAGLE_KERNELS", "reference")
-    assert native(torch.float32, CPU) is None
+    with using(backend="reference"):
+        assert native(torch.float32, CPU) is None
 
 
 def test_without_a_compiler_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,12 +19,13 @@ import pytest
 import yaml
 
 from eagle.bundle.export import export_draft
-from eagle.bundle.record import BundleRecord, Recommended, read_record, tokenizer_hash, write_record
+from eagle.bundle.record import BundleRecord, Recommended, read_record, write_record
 from eagle.config import Config
 from eagle.errors import BundleError, ConfigError, PreflightError
 from eagle.serve.checks import check_fit, require_free_port, require_version
 from eagle.serve.launch import Wanted, command_of, sweep, want
 from eagle.serve.resolve import find_bundle
+from eagle.target.identity import tokenizer_hash
 from eagle.target.load import load_tokenizer
 from eagle.target.vllm import VllmBuild
 from tests.toys import tiny_target, write_program

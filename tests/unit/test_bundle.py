@@ -17,7 +17,7 @@ from eagle.bundle import step
 from eagle.bundle.acceptance import pick_prompts
 from eagle.bundle.card import render, stated_licence
 from eagle.bundle.export import export_draft
-from eagle.bundle.record import read_record, tokenizer_hash
+from eagle.bundle.record import read_record
 from eagle.bundle.reference import read_reference
 from eagle.bundle.validate import check_bundle
 from eagle.config import Config
@@ -28,6 +28,7 @@ from eagle.draft.model import DraftModel
 from eagle.draft.spec import DraftSpec, expected_tensors
 from eagle.errors import BundleError, DataError, PreflightError, StepFailed
 from eagle.steps import StepContext
+from eagle.target.identity import tokenizer_hash
 from eagle.target.load import load_tokenizer, target_dims
 from eagle.target.template import render_prompt
 from tests.toys import tiny_target
