@@ -24,11 +24,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MODULES = (
     "benchmarks.spine",
+    "benchmarks.ablation",
     "benchmarks.quality",
     "benchmarks.decoding",
     "benchmarks.kernels",
     "benchmarks.operations",
     "benchmarks.robustness",
+    "benchmarks.served",
     "benchmarks.serving",
 )
 

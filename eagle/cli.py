@@ -1,13 +1,8 @@
-"""The command line: thin. Parses, loads the configuration, calls the library, turns errors into exit codes.
-
-Exit codes: 0 done, 1 failure, 2 usage or configuration, 3 gate rejected, 4 busy, 5 preflight, 6 bundle invalid,
-7 step failed, 130/143 ended by a signal.
-"""
+"""The command line: thin. Parses, loads the configuration, calls the library, turns errors into exit codes."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 from pathlib import Path
@@ -21,22 +16,28 @@ from rich.table import Table
 from eagle import __version__
 from eagle.commands import dataset, registry
 from eagle.commands.ablate import ablate
+from eagle.commands.bench import bench
 from eagle.commands.doctor import doctor
 from eagle.commands.invocation import DirOption, Invocation, ProfileOption, SetOption, base_folder, load
 from eagle.commands.serve import serve
 from eagle.commands.watch import watch
-from eagle.errors import ConfigError, EagleError
+from eagle.errors import EagleError
 from eagle.progress import say
 from eagle.signals import leave
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+HELP = "Eagle 3.1 draft models for the LLM you serve on vLLM: make them, measure them, serve them and keep them good."
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failure, 2 usage or configuration, 3 gate rejected, 4 busy, 5 preflight, 6 bundle invalid, "
+    "7 step failed, 130/143 ended by a signal. `eagle watch` has its own, see its help."
+)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP, epilog=EXIT_CODES)
 target_app = typer.Typer(no_args_is_help=True, help="The served model.")
 bundle_app = typer.Typer(no_args_is_help=True, help="vLLM-ready draft bundles.")
 app.add_typer(target_app, name="target")
 app.add_typer(bundle_app, name="bundle")
 app.add_typer(dataset.app, name="dataset")
 app.add_typer(registry.app, name="registry")
-for command in (serve, watch, ablate, doctor):
+for command in (bench, serve, watch, ablate, doctor):
     app.command()(command)
 
 
@@ -106,50 +107,6 @@ def plan(
     console.print(table)
     for line in made.notes:
         console.print(line, markup=False, highlight=False)
-
-
-@app.command()
-def bench(
-    context: typer.Context,
-    suite: Annotated[
-        str, typer.Option("--suite", help="default, heldout, mixed, load, robustness, or a JSONL file of prompts.")
-    ] = "default",
-    folder: DirOption = None,
-    methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated; default: all that can be measured.")] = None,
-    batches: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,32",
-    prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="At most this many prompts of the suite.")] = 32,
-    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Interleaved turns.")] = 5,
-    out: Annotated[Path | None, typer.Option("--out", help="Output folder; default RUN/bench-<suite>.")] = None,
-    compare_with: Annotated[
-        Path | None, typer.Option("--compare", help="robustness only: the run folder of a second draft.")
-    ] = None,
-    profile: ProfileOption = None,
-    overrides: SetOption = None,
-) -> None:
-    """Compare speculation methods with the drafts of a run. Example: eagle bench --suite default --dir runs/default
-
-    --suite robustness measures acceptance only, of the run's draft, under perturbed templates, other languages, code and long
-    contexts; --methods, --batch and --rounds do not matter there.
-    """
-    from eagle.bench.compare import available_methods, compare, find_sources
-
-    if suite == "robustness":
-        from eagle.bench.robustness import measure_robustness
-
-        config, root, chosen = load(context, profile, overrides)
-        base = base_folder(root, config, chosen, folder)
-        done = measure_robustness(config, root, base, compare=compare_with, prompts=prompts, out=out)
-        say(f"bench: done -> {done}; next: read {shlex.quote(str(done / 'robustness.md'))}")
-        return
-    if compare_with is not None:
-        raise ConfigError("--compare: only the suite 'robustness' compares two runs' drafts; add --suite robustness")
-    said = [f"bench.batch_sizes=[{batches}]", f"bench.rounds={rounds}", "bench.temperatures=[0.0]"]
-    config, root, chosen = load(context, profile, [*said, *(overrides or ())])
-    base = base_folder(root, config, chosen, folder)
-    wanted = ",".join(available_methods(find_sources(base), base)) if methods is None else methods
-    config, root, _ = load(context, profile, [*said, f"bench.methods=[{wanted}]", *(overrides or ())])
-    done = compare(config, root, base, suite, prompts, out)
-    say(f"bench: done -> {done}; next: eagle bench --suite load --dir {shlex.quote(str(base))}")
 
 
 @app.command("config")

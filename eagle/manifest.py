@@ -43,11 +43,11 @@ def canonical(value: Any) -> str:
 
 
 def hash_sources(root: Path, places: Iterable[str]) -> str:
-    """Return one sha256 over the Python sources and templates at `places` (files or folders below `root`), names included."""
+    """Return one sha256 over the Python and C++ sources and templates at `places` (files, folders) below `root`, names included."""
     digest = hashlib.sha256()
     for place in sorted(places):
         at = root / place
-        files = [at] if at.is_file() else sorted(p for p in at.rglob("*") if p.suffix in {".py", ".j2"})
+        files = [at] if at.is_file() else sorted(p for p in at.rglob("*") if p.suffix in {".py", ".j2", ".cpp"})
         for file in files:
             digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()

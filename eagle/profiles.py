@@ -60,9 +60,22 @@ def _profile_path(root: Path, profile: str) -> Path:
     raise ConfigError(f"no profile '{profile}'{closest(profile, names)}; profiles here: {', '.join(names)}")
 
 
+class _OneOfEach(yaml.SafeLoader):
+    """YAML's safe loader, for which a key that stands twice in one mapping is an error: YAML itself keeps the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(problem=f"'{key.value}' stands twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _OneOfEach)  # noqa: S506 -- a safe loader
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -118,7 +131,9 @@ def _overlay(
 
 
 def _explain(error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    # a misspelt key also leaves the right one missing, which would be told first
+    problem = next((found for found in problems if found["type"] == "extra_forbidden"), problems[0])
     loc = tuple(str(part) for part in problem["loc"])
     source = next((origin[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in origin), "params.yaml")
     key = ".".join(loc) or "(top level)"

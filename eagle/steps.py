@@ -22,7 +22,7 @@ from filelock import Timeout
 from eagle import manifest
 from eagle.config import Config, DistillConfig
 from eagle.errors import BusyError, ConfigError, StepFailed, closest
-from eagle.locks import holder, owned_lock
+from eagle.locks import holder, is_held, owned_lock, owner_of, this_process
 from eagle.progress import say
 from eagle.target.resolve import target_fingerprint
 from eagle.train.warm_source import is_alias, source_hash
@@ -180,6 +180,9 @@ def status(step: Step, config: Config, root: Path, base: Path) -> Status:
         work = base / f"{step.name}.work"
         if _work_key(work) != manifest.hash_json(parts):
             return Status(False, "not made yet", parts)
+        lock = base / f"{step.name}.lock"
+        if is_held(lock) and owner_of(lock) != this_process():
+            return Status(False, f"{holder(lock)} is at work on it", parts)
         kept = any(path.name != WORK_KEY for path in work.iterdir())
         return Status(False, "interrupted, will resume" if kept else "interrupted, nothing to resume from yet", parts)
     if found["key"] == manifest.hash_json(parts):

@@ -77,12 +77,21 @@ def prepare(profile: str = "default", overrides: tuple[str, ...] = (), run_id: s
 
 @contextmanager
 def run_lock(launch: Launch) -> Iterator[None]:
-    """Hold the run's lock; BusyError at once when another process has it. The same process may take it twice."""
+    """Hold the run's lock; BusyError at once when another process has it. The same process may take it twice.
+
+    A run that was refused before any step began leaves no folder.
+    """
+    new = not launch.base.exists()
     launch.base.mkdir(parents=True, exist_ok=True)
     path = launch.base / "run.lock"
     try:
         with owned_lock(path, shared_in_process=True):
-            yield
+            try:
+                yield
+            finally:
+                if new and list(launch.base.iterdir()) == [path]:
+                    path.unlink()
+                    launch.base.rmdir()
     except Timeout:
         raise BusyError(
             f"run '{launch.run_id}': {holder(path)} is at work on it (lock {path}); wait for it, stop it or give another --run-id"

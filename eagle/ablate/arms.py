@@ -16,6 +16,7 @@ from eagle.errors import ConfigError, closest
 REFERENCE = "continued"
 _STEPS = 200_000  # of the second phase: more than its minutes allow, so that they end it
 _NEVER = 10**9
+GREEDY = {"method": "exact", "temperatures": [{"temperature": 0.0, "weight": 1.0}]}
 Changes = dict[str, dict[str, Any]]  # section -> key -> value
 
 
@@ -45,6 +46,7 @@ ARMS: dict[str, Arm] = {
         Arm("stage1", "stage 1 alone", "scratch", None),
         Arm(REFERENCE, "stage 1 continued for the same time", "distill"),
         Arm("exact", "stage 2, exact gradient", "policy", changes={"policy": {"method": "exact"}}),
+        Arm("greedy", "stage 2, exact gradient along the greedy path only", "policy", changes={"policy": GREEDY}),
         Arm("group", "stage 2, group (REINFORCE)", "policy", changes={"policy": {"method": "group"}}),
         Arm("naive", "stage 2, naive accept-bit reward (ablation)", "policy", changes={"policy": {"method": "naive"}}),
         Arm("lk", "stage 1 continued with LK's hybrid loss", "distill", changes={"distill": {"objective": "lk_hybrid"}}),

@@ -27,7 +27,7 @@ DEPTH_GAIN: Mapping[int, float] = {1: 1.0, 2: 1.04, 3: 1.056, 4: 1.06}
 WIDTH_GAIN: Mapping[int, float] = {1: 1.0, 2: 0.95}  # by what the width is divided; no published number was found
 # Of a draft step's seconds what goes into operators other than matrix products, whatever their widths: docs/decoding.md, the
 # profile of a 4-layer draft of a 135M target on two cores. It goes with the number of layers, the head counted as one.
-OPERATOR_SHARE = 0.46
+OPERATOR_SHARE = 0.14
 TIE = 1.02  # less than this is no reason to train again
 
 

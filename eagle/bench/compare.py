@@ -63,7 +63,7 @@ def compare(config: Config, root: Path, base: Path, suite: str, prompts: int | N
             needed = "distill" if method == "eagle31-distilled" else "rivals"
             raise StepFailed(f"bench: '{method}' needs the step '{needed}'; run: eagle step {needed} --dir {base}")
     tuned = read_tuned(base / "tune")
-    final = result_folder(out or base / f"bench-{_short(suite, root)}")
+    final = result_folder(out or base / f"bench-{short_name(suite, root)}")
     with replacing(final) as fresh:
         target = ensure_target(config.target, root, root / config.paths.cache)
         work = load_suite(
@@ -71,7 +71,7 @@ def compare(config: Config, root: Path, base: Path, suite: str, prompts: int | N
             max_prompt_tokens=config.dataset.max_prompt_tokens, count=prompts, dataset=base / "dataset",
         )  # fmt: skip
         _measure(Session(config, target, sources, tuned, work), suite, fresh)
-        manifest.write_json(fresh / ABOUT, _about(work, suite))
+        manifest.write_json(fresh / ABOUT, about(work, suite))
     return final
 
 
@@ -84,7 +84,7 @@ def _measure(session: Session, suite: str, folder: Path) -> None:
     write_outputs(folder, result, traces)
 
 
-def _short(suite: str, root: Path) -> str:
+def short_name(suite: str, root: Path) -> str:
     """Return the suite's part of the folder name; files of one name in different folders differ."""
     if suite in (*SUITES, LOAD):
         return suite
@@ -92,7 +92,8 @@ def _short(suite: str, root: Path) -> str:
     return f"{Path(suite).stem}-{place}"
 
 
-def _about(work: Suite, suite: str) -> dict[str, Any]:
+def about(work: Suite, suite: str) -> dict[str, Any]:
+    """Return the content of suite.json: which prompts were measured."""
     return {"suite": suite, "prompts": len(work.prompts), "ids": work.ids, "kinds": work.kinds, "dropped": work.dropped}
 
 
@@ -121,8 +122,8 @@ def _load(session: Session, folder: Path) -> None:
                 points[arm].append(point)
     plain, pid = (LoadResult(arm.name, limits, tuple(points[arm])) for arm in arms)
     rows = [row for pair in zip(plain.rows(), pid.rows(plain), strict=True) for row in pair]
-    about = {"dtype": dtype, "threads": tuned["threads"], "batch": batch, "requests": bench.load_requests}
-    result = {**about, "max_new_tokens": bench.max_new_tokens, "limits_ms": [bench.load_ttft_ms, bench.load_itl_ms], "rows": rows}
+    told = {"dtype": dtype, "threads": tuned["threads"], "batch": batch, "requests": bench.load_requests}
+    result = {**told, "max_new_tokens": bench.max_new_tokens, "limits_ms": [bench.load_ttft_ms, bench.load_itl_ms], "rows": rows}
     manifest.write_json(folder / "load.json", {**result, "versions": manifest.versions()})
     text = render_load(result)
     manifest.write_text(folder / "load.txt", text)

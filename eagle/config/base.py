@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 DType = Literal["float32", "bfloat16"]
 Method = Literal[
@@ -28,3 +28,19 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are immutable and numbers are finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`layers: true` is a mistake; pydantic would take it for 1."""
+        given = value if isinstance(value, list) else [value]
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        if any(isinstance(one, bool) for one in given) and bool not in kinds and kinds & {int, float}:
+            raise ValueError("must be a number, not true or false")
+        return value
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the types that an annotation is made of."""
+    own = {annotation} if isinstance(annotation, type) else set()
+    return own.union(*(_kinds(part) for part in get_args(annotation)))

@@ -45,7 +45,13 @@ def plan_speculation(
     if record.off:
         note = "speculation was measured and is slower at every batch size: served without it (--draft-tokens 3 insists)"
         return Speculation("off", None, notes=(note,))
-    control: Control = config.serve.control
+    return controlled(config.serve.control, bundle, record, config, version, cpu=cpu)
+
+
+def controlled(
+    control: Control, bundle: Path, record: BundleRecord, config: Config, version: str, *, cpu: bool
+) -> Speculation:
+    """Return how `control` serves the bundle, whether or not speculation pays; falls back, with a note, where it cannot."""
     notes: tuple[str, ...] = ()
     if control == "pid" and ".".join(version.split(".")[:2]) not in TESTED:
         known = ", ".join(f"{name}.x" for name in TESTED)

@@ -34,6 +34,11 @@ class Server:
         self.url, self.log = url, log
 
     @property
+    def pid(self) -> int:
+        """The process that all of the server's processes descend from."""
+        return self._process.pid
+
+    @property
     def ended(self) -> int | None:
         """The exit code (128 + N for signal N), None while it runs."""
         return self._process.poll()

@@ -116,6 +116,7 @@ def test_a_bad_request_is_refused_before_prefect_is_imported(
         got = int(usage.code or 0)
     assert got == code
     assert words in capsys.readouterr().err
+    assert not (project / "runs" / "full").exists()  # refused before any step: nothing is left
 
 
 def test_a_run_that_is_at_work_is_busy(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,9 @@ def test_every_shipped_profile_is_valid_and_differs_from_the_default(profile: st
         ("watch.false_alarms_per_month=0", ["watch.false_alarms_per_month", "greater than 0"]),
         ("traffic.retention_days=0", ["traffic.retention_days", "greater than 0"]),
         ("rivals.medusa_step=2", ["closest: 'rivals.medusa_steps'"]),
+        ("draft.layers=true", ["draft.layers", "must be a number, not true or false"]),
+        ("bench.batch_sizes=[1,true]", ["bench.batch_sizes", "must be a number"]),
+        ("distill.stages=[{dpeth: 1, steps: 5}]", ["unknown key 'distill.stages.0.dpeth'", "closest: 'distill.stages.0.depth'"]),
     ],
 )
 def test_a_bad_override_gives_one_line_with_place_and_closest_key(override: str, words: list[str]) -> None:
@@ -81,6 +84,9 @@ def test_a_bad_profile_file_is_named(tmp_path: Path) -> None:
         load_config(ROOT, str(bad))
     bad.write_text("draft: [\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"mine\.yaml:\d+: not valid YAML"):
+        load_config(ROOT, str(bad))
+    bad.write_text("draft:\n  layers: 2\n  layers: 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"mine\.yaml:3: not valid YAML: 'layers' stands twice"):
         load_config(ROOT, str(bad))
     bad.write_bytes(b"draft: \xff\n")
     with pytest.raises(ConfigError, match="not UTF-8"):

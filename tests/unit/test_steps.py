@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +181,12 @@ def test_only_work_for_the_same_key_is_promised_to_go_on(tmp_path: Path) -> None
     (tmp_path / "first.work" / "state.json").write_text("{}")
     assert steps.status(step, config, ROOT, tmp_path).reason == "interrupted, will resume"
     assert steps.status(step, changed(dataset={"shipped_prompts": 7}), ROOT, tmp_path).reason == "not made yet"
+    hold = "import sys, pathlib, time; from eagle.locks import owned_lock\n"
+    hold += "with owned_lock(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(300)"
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path / "first.lock")], cwd=ROOT, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        reason = steps.status(step, config, ROOT, tmp_path).reason
+        other.kill()
+    assert f"process {other.pid}" in reason
+    assert "at work" in reason

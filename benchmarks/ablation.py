@@ -1,0 +1,85 @@
+"""Figures F2.1 to F2.3: what stage 2 is worth against stage 1 continued for the same time, from one `eagle ablate`.
+
+The data set is that of the run that `benchmarks/decoding_run.py` finds (FIGURES_RUN, FIGURES_PROFILE). Every seed trains its own
+stage 1 (STAGE_1_MINUTES) and then each arm for MINUTES. Stage 2 of `exact` and `naive` has rollouts at T=1, that of `greedy` at
+T=0. What is in the output folder already is not trained again. The whole table is benchmarks/results/ablate.md and ablate.json.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from benchmarks.decoding_run import find_run
+from benchmarks.figures import RESULTS, ROOT, Figure, Measured
+from eagle import manifest
+from eagle.ablate import report
+from eagle.ablate.arms import parse_arms
+from eagle.ablate.run import Ablation, ablate
+from eagle.config import Config
+
+STAGE_1_MINUTES, MINUTES, SEEDS = 8.0, 3.0, [0, 1, 2]
+ARMS = ("stage1", "continued", "exact", "greedy", "naive", "lk")
+T1, T0 = "expected_accepted_t1", "accepted_t0"
+
+
+def settings(config: Config) -> Config:
+    """Return the run's configuration with the ablation's budget: minutes, seeds, rollouts at T=1."""
+    content = config.model_dump(by_alias=True)
+    content["distill"]["max_minutes"] = STAGE_1_MINUTES
+    content["policy"]["temperatures"] = [{"temperature": 1.0, "weight": 1.0}]
+    content["ablate"] |= {"minutes": MINUTES, "seeds": SEEDS}
+    return Config.model_validate(content)
+
+
+@cache
+def _measured() -> tuple[dict[str, Any], str]:
+    """Run the ablation and keep its table under benchmarks/results; returns ablate.json and the run's profile."""
+    run = find_run()
+    out = ROOT / "build" / "figures-ablate" / run.profile
+    said = (
+        "eagle", "--profile", run.profile, *(word for item in run.overrides for word in ("--set", item)),
+        "--set", f"distill.max_minutes={STAGE_1_MINUTES:g}", "--set", "policy.temperatures=[{temperature: 1.0, weight: 1.0}]",
+    )  # fmt: skip
+    ablate(Ablation(settings(run.config), run.root, run.base, out, said), parse_arms(ARMS))
+    result = manifest.read_json(out / report.JSON)
+    for row in result["rows"]:  # the commands name no folder of this machine
+        row["command"] = row["command"].replace(str(run.base), "RUN").replace(str(out), "RUN/ablate")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    report.write(RESULTS, result)
+    return result, run.profile
+
+
+def gain(result: dict[str, Any], arm: str, measure: str) -> tuple[float, float, float]:
+    """Return (percent, low, high) by which `arm` accepts more than the reference: mean over seeds, 95 % interval."""
+    rows = {row["arm"]: row for row in result["rows"]}
+    base, found = rows[result["reference"]][measure]["mean"], rows[arm][measure]["difference"]
+    return 100 * found["mean"] / base, 100 * found["low"] / base, 100 * found["high"] / base
+
+
+def _gain_of(arm: str, measure: str) -> Measured:
+    result, profile = _measured()
+    percent, low, high = gain(result, arm, measure)
+    why = f"95 % interval {low:+.1f} to {high:+.1f} %, {len(SEEDS)} seeds; the whole table: benchmarks/results/ablate.md"
+    return Measured(round(percent, 2), result["rows"], why, broken=low <= 0.0, profile=profile)
+
+
+def naive_share() -> Measured:
+    """The naive reward's gain over that of the exact gradient. No value where the exact one gains nothing."""
+    result, profile = _measured()
+    naive, exact = gain(result, "naive", T1), gain(result, "exact", T1)
+    why = f"naive {naive[0]:+.1f} % [{naive[1]:+.1f}, {naive[2]:+.1f}], exact {exact[0]:+.1f} % [{exact[1]:+.1f}, {exact[2]:+.1f}]"
+    value = round(naive[0] / exact[0], 3) if exact[0] > 0 else None
+    return Measured(value, result["rows"], why, profile=profile)
+
+
+FIGURES = (
+    Figure(
+        "F2.1", "accepted tokens a round, stage 2 exact against stage 1 continued, T=1, K=4", "%", ">=", 8.0,
+        lambda: _gain_of("exact", T1),
+    ),
+    Figure(
+        "F2.2", "the same at T=0, greedy-path form", "%", ">=", 3.0, lambda: _gain_of("greedy", T0),
+    ),
+    Figure("F2.3", "gain of the naive accept-bit reward at T=1, of the exact gradient's", "x", "<=", 0.5, naive_share),
+)  # fmt: skip

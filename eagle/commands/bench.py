@@ -1,0 +1,73 @@
+"""`eagle bench`: speculation methods side by side, in the reference engine or through vLLM's server."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from eagle.commands.invocation import DirOption, ProfileOption, SetOption, base_folder, load
+from eagle.errors import ConfigError
+from eagle.progress import say
+
+
+def bench(
+    context: typer.Context,
+    suite: Annotated[
+        str, typer.Option("--suite", help="default, heldout, mixed, load, robustness, or a JSONL file of prompts.")
+    ] = "default",
+    engine: Annotated[
+        Literal["reference", "vllm"], typer.Option("--engine", help="This project's engine, or vLLM serving the run's bundle.")
+    ] = "reference",
+    folder: DirOption = None,
+    methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated; default: all that can be measured.")] = None,
+    batches: Annotated[
+        str | None, typer.Option("--batch", help="Comma-separated batch sizes; vllm: requests at once. Default 1,32; vllm 1,8,32.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="At most this many prompts of the suite.")] = 32,
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Interleaved turns.")] = 5,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output folder; default RUN/bench-<suite>, vllm RUN/served-<suite>.")
+    ] = None,
+    compare_with: Annotated[
+        Path | None, typer.Option("--compare", help="robustness only: the run folder of a second draft.")
+    ] = None,
+    profile: ProfileOption = None,
+    overrides: SetOption = None,
+) -> None:
+    """Compare speculation methods with the drafts of a run. Example: eagle bench --suite default --dir runs/default
+
+    --engine vllm starts vLLM servers with the run's bundle and measures them from outside, by HTTP.
+    --suite robustness measures acceptance only, of the run's draft, under perturbed templates, other languages, code and long
+    contexts; --methods, --batch and --rounds do not matter there.
+    """
+    if suite == "robustness":
+        if engine == "vllm":
+            raise ConfigError("--suite robustness: it is measured in the reference engine; leave --engine out")
+        from eagle.bench.robustness import measure_robustness
+
+        config, root, chosen = load(context, profile, overrides)
+        base = base_folder(root, config, chosen, folder)
+        done = measure_robustness(config, root, base, compare=compare_with, prompts=prompts, out=out)
+        say(f"bench: done -> {done}; next: read {shlex.quote(str(done / 'robustness.md'))}")
+        return
+    if compare_with is not None:
+        raise ConfigError("--compare: only the suite 'robustness' compares two runs' drafts; add --suite robustness")
+    levels = batches or ("1,32" if engine == "reference" else "1,8,32")
+    said = [f"bench.batch_sizes=[{levels}]", f"bench.rounds={rounds}", "bench.temperatures=[0.0]"]
+    config, root, chosen = load(context, profile, [*said, *(overrides or ())])
+    base = base_folder(root, config, chosen, folder)
+    if engine == "vllm":
+        from eagle.servebench.session import bench_served
+
+        done = bench_served(config, root, base, suite, prompts, out, methods)
+        say(f"bench: done -> {done}; next: eagle serve {shlex.quote(str(base / 'bundle' / 'bundle'))}")
+        return
+    from eagle.bench.compare import available_methods, compare, find_sources
+
+    wanted = ",".join(available_methods(find_sources(base), base)) if methods is None else methods
+    config, root, _ = load(context, profile, [*said, f"bench.methods=[{wanted}]", *(overrides or ())])
+    done = compare(config, root, base, suite, prompts, out)
+    say(f"bench: done -> {done}; next: eagle bench --suite load --dir {shlex.quote(str(base))}")

@@ -1,0 +1,1 @@
+"""Speculation measured through vLLM's OpenAI server: `eagle bench --engine vllm`."""
