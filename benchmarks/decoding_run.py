@@ -46,7 +46,7 @@ class Effort:
     """How much is measured. The defaults are those of the committed figures, the tests take less.
 
     `pairs`: interleaved turns of every timing. `turn_prompts`: prompts of one timed run at small batches (a large batch
-    takes one prompt a request). `new_tokens`: of a timed answer at batch 1; `batch_tokens`: over all batch sizes.
+    takes one prompt a request). `new_tokens`: of a timed answer at batch 1; `batch_tokens`: the mean over all batch sizes.
     `batches`: of F3.6; the largest is also that of F3.1, F3.3, F3.10, F3.11 and F3.12.
     F3.1: `equality_prompts` in all, `equality_tokens` each, at the largest batch; `option_prompts` of them for variants
     of a method; at batch 1 `single_prompts` of them for everything but eagle31.
@@ -57,7 +57,7 @@ class Effort:
     pairs: int = 5
     turn_prompts: int = 4
     new_tokens: int = 96
-    batch_tokens: int = 32
+    batch_tokens: int = 48
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     equality_prompts: int = 200
     equality_tokens: int = 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, the value of transformers' docum
 Player = Callable[[int], float]  # turn -> seconds of its work
 
 
-def _race(run: Run, lab: Lab, work: Workload, arms: list[Arm], *, size: int, tokens: int) -> list[Timed]:
-    """Time arms against each other on `size` prompts a turn, `tokens` an answer (stop tokens are ignored)."""
+def _race(run: Run, lab: Lab, work: Workload, arms: list[Arm], *, size: int, tokens: int | list[int]) -> list[Timed]:
+    """Time arms against each other on `size` prompts a turn, `tokens` an answer, or one number each (stop tokens are ignored)."""
     pairs = run.effort.pairs
     with Track(f"figures: batch {arms[0].batch}", pairs * len(arms), "runs") as track:
         return measure.race(lab, work, arms, max_new_tokens=tokens, size=size, rounds=pairs, seed=run.seed, done=track.advance)
@@ -147,27 +148,39 @@ def prompt_lookup_gain(run: Run) -> Measured:
 def never_loses(run: Run) -> Measured:
     """F3.6: the worst median ratio of Eagle 3.1 + PID to none over batch sizes and suites.
 
-    The controllers live on from suite to suite, as a server's do, and twice as many requests wait as the batch has places:
-    with one batch's worth, the time would be that of its slowest request. A cell whose median is below 1 is timed a second
-    time in as many turns, and the median of all its turns counts.
+    The controllers live on from suite to suite, as a server's do. Answers have different lengths, the same ones in both arms,
+    and more requests wait than the batch has places: with equal lengths the batches of `none` alone would end all at once, and
+    with one batch's worth the time would be that of its slowest request. A cell whose median is below 1 is timed a second time
+    in as many turns, and the median of all its turns counts.
     """
     effort = run.effort
     largest = max(effort.batches)
     suites = [run.suite(name, max(2 * largest, effort.turn_prompts * effort.pairs)) for name in SUITES]
-    lab = run.lab(join(suites), batch=largest, new_tokens=effort.batch_tokens)
+    longest = effort.batch_tokens * 5 // 3
+    lab = run.lab(join(suites), batch=largest, new_tokens=longest)
     cells: list[dict[str, Any]] = []
     for batch in effort.batches:
         for work in suites:
             say(f"figures: F3.6: batch {batch}, suite {work.name}")
-            size = max(2 * batch, effort.turn_prompts)
-            none, pid = _race(run, lab, work, _pid(batch), size=size, tokens=effort.batch_tokens)
+            size = max(effort.turn_prompts, min(4 * batch, 2 * largest))
+            tokens = answer_lengths(effort.batch_tokens, size)
+            none, pid = _race(run, lab, work, _pid(batch), size=size, tokens=tokens)
             if _row(pid, none)["speedup"]["median"] < 1.0:
-                more = _race(run, lab, work, _pid(batch), size=size, tokens=effort.batch_tokens)
+                more = _race(run, lab, work, _pid(batch), size=size, tokens=tokens)
                 none.stats += more[0].stats
                 pid.stats += more[1].stats
             cells.append(_row(pid, none, suite=work.name, prompts_a_turn=size))
-    about = run.setting(lab, new_tokens=effort.batch_tokens, prompts={work.name: len(work.prompts) for work in suites})
+    about = run.setting(
+        lab, new_tokens=[effort.batch_tokens // 3, longest], prompts={work.name: len(work.prompts) for work in suites}
+    )
     return run.measured(min(cell["speedup"]["median"] for cell in cells), [about, *cells])
+
+
+def answer_lengths(mean: int, count: int) -> list[int]:
+    """Return `count` answer lengths between a third and five thirds of `mean`, in an order without a pattern; always the same."""
+    shortest, steps = mean // 3, mean * 5 // 3 - mean // 3 + 1
+    stride = next(n for n in range(int(0.38 * steps) + 1, 2 * steps) if math.gcd(n, steps) == 1)  # visits every length
+    return [shortest + stride * at % steps for at in range(count)]
 
 
 def draft_cost(run: Run) -> Measured:

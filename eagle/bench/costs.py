@@ -32,7 +32,7 @@ class Turns:
         """See `LengthPolicy.plan`."""
         return Plan(self._lengths[self._turn % len(self._lengths)])
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
         """See `LengthPolicy.observe`."""
         self._turn += 1
 

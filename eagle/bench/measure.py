@@ -100,7 +100,7 @@ def race(
     work: Workload,
     arms: list[Arm],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     size: int,
     rounds: int,
     seed: int,
@@ -108,10 +108,11 @@ def race(
 ) -> list[Timed]:
     """Time `arms` in turns, `rounds` times: A B C, B C A, ... In one turn all arms get the same prompts and budget.
 
-    Stop tokens are ignored, so that every arm makes the same number of tokens. `done` is called after each run.
+    Stop tokens are ignored, so that every arm makes the same number of tokens: `max_new_tokens`, one number or one for each of
+    the `size` prompts of a turn. `done` is called after each run.
     """
     found = [Timed(arm, []) for arm in arms]
-    short = min(8, max_new_tokens)
+    short = min(8, max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens))
     for arm in arms:  # first calls allocate and, for a compiled draft, compile
         players.engine(arm.method).generate(
             work.window(0, arm.batch), max_new_tokens=short, draft_tokens=arm.draft_tokens, batch=arm.batch, ignore_eos=True

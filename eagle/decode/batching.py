@@ -56,6 +56,7 @@ class Decoding:
         self._waiting: deque[Answer] = deque()
         self._slots: list[Slot] = []
         self._warp: Warp | None = None
+        self._intake = 0.0  # seconds of this step in which the drafter took in prompts
 
     @property
     def busy(self) -> bool:
@@ -97,6 +98,7 @@ class Decoding:
             return
         wanted, count = self._wanted(), len(self._slots)
         plan = wanted if self._useful(wanted) else Plan(0, wanted.chunk)
+        self._intake = 0.0
         began = self.clock()
         proposal = self._draft(plan.length, plan.rows) if plan.length else None
         drafted = self.clock()
@@ -111,7 +113,8 @@ class Decoding:
         decisions = [accepted for found in resolved.values() for accepted in found]
         self.stats.record(count, plan.length if proposal else 0, decisions, drafted - began, decided - drafted)
         for length, accepted in resolved.items():  # drafts that were carried over may have another length than this step's
-            self.policy.observe(count, Plan(length, plan.chunk), accepted)
+            self.policy.observe(count, Plan(length, plan.chunk), accepted, self._intake)
+            self._intake = 0.0
         if not wanted.length and not resolved:
             self.policy.observe(count, plan, [])
         self._leave()
@@ -184,8 +187,11 @@ class Decoding:
         known = [row for row in rows if not self._backlog.fresh(row)]
         # Few rows a pass where there is much to take in: prompts, or what a long rest has left.
         size = _PREFILL_ROWS if any(self._backlog.waiting(row) > 2 * MAX_DRAFT_TOKENS for row in known) else max(len(known), 1)
-        groups = [fresh[i : i + _PREFILL_ROWS] for i in range(0, len(fresh), _PREFILL_ROWS)]
-        for group in groups + [known[i : i + size] for i in range(0, len(known), size)]:
+        began = self.clock() if fresh else 0.0
+        for group in (fresh[i : i + _PREFILL_ROWS] for i in range(0, len(fresh), _PREFILL_ROWS)):
+            self.drafter.extend(group, *self._backlog.take(group))
+        self._intake = self.clock() - began if fresh else 0.0
+        for group in (known[i : i + size] for i in range(0, len(known), size)):
             self.drafter.extend(group, *self._backlog.take(group))
         draws = None
         warp = self._warps()

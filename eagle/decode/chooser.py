@@ -18,10 +18,11 @@ S_m: the chunk's last logit judges one draft more than the chunk holds. Dense ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from eagle.decode.control import ControlSettings, Plan, ProbeSchedule, batch_bucket
 from eagle.decode.cost import CostTable
+from eagle.decode.intake import Intake
 
 CHUNKS = (1, 2, 3, 4, 6)
 
@@ -32,6 +33,7 @@ class _Bucket:
 
     probe: ProbeSchedule
     plan: Plan = Plan(0)
+    intake: Intake = field(default_factory=Intake)
 
 
 class Chooser:
@@ -75,7 +77,8 @@ class Chooser:
     def expected_rate(self, batch: int, plan: Plan) -> float:
         """Expected tokens per second of `batch` requests under `plan`, by the present estimate and the cost table."""
         seconds_of = self._costs.carry_seconds if self._carry_over else self._costs.round_seconds
-        return batch * self._model.tau(plan.length) / seconds_of(batch, plan.length, plan.chunk, self._model.survival)
+        seconds = seconds_of(batch, plan.length, plan.chunk, self._model.survival)
+        return batch * self._model.tau(plan.length) / (seconds + (self._bucket(batch).intake.seconds if plan.length else 0.0))
 
     def plan(self, batch: int) -> Plan:
         """The next round's plan for `batch` requests. Raises ValueError for `batch` < 1."""
@@ -83,17 +86,20 @@ class Chooser:
         chosen = self._choose(batch, bucket)
         return self._settings.probe(batch) if chosen.length == 0 and bucket.probe.probing and len(self._options) > 1 else chosen
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
         """Learn from a round. Raises ValueError for counts that do not fit `plan` or `batch`."""
         bucket = self._bucket(batch)
         if plan.length == 0:
             self._model.rest(bucket.probe.burst(batch))
             bucket.probe.rest(batch)
+            bucket.intake.rest()
             return
         if not 0 < len(accepted) <= batch:
             raise ValueError(f"{len(accepted)} accepted counts for a batch of {batch}")
         probing = bucket.plan.length == 0
         self._model.observe(plan.length, accepted)
+        if not probing:
+            bucket.intake.spent(intake)
         if probing and not self._model.surprised and self._choose(batch, bucket).length == 0:
             bucket.probe.failed(batch, self._costs, self._model.survival[0])
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from eagle.decode.cost import RoundCosts
+from eagle.decode.intake import Intake
 from eagle.decode.survival import SurvivalEstimator
 
 
@@ -40,8 +41,11 @@ class LengthPolicy(Protocol):
     def plan(self, batch: int) -> Plan:
         """The next round's plan for `batch` requests. Asking twice gives the same answer."""
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
-        """Tell a round's outcome: the accepted draft tokens of each request that was drafted for; empty when K was 0."""
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
+        """Tell a round's outcome: the accepted draft tokens of each request that was drafted for; empty when K was 0.
+
+        `intake`: seconds of the round in which the draft took in whole prompts; they are not in the cost table.
+        """
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class FixedLength:
         """The plan given at construction."""
         return self._plan
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
         """Nothing is learnt."""
 
 
@@ -251,6 +255,7 @@ class _Bucket:
 
     pid: Pid
     probe: ProbeSchedule
+    intake: Intake = field(default_factory=Intake)
     feed_forward: int = 0
     trim: float = 0.0
     steps: int = 0
@@ -300,13 +305,14 @@ class PidController:
             return self._settings.probe(batch) if bucket.probe.probing and self._max else Plan(0)
         return Plan(max(1, min(self._max, base + bucket.steps)))
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
         """Learn from a round. Raises ValueError for counts that do not fit `plan` or `batch`."""
         bucket = self._bucket(batch)
         base = self._feed_forward(batch, bucket)
         if plan.length == 0:
             self._model.rest(bucket.probe.burst(batch))
             bucket.probe.rest(batch)
+            bucket.intake.rest()
             self._last = None
             self._trace.append(RoundRecord(batch, 0, None, None, base, bucket.trim, False))
             return
@@ -315,6 +321,7 @@ class PidController:
         setpoint = self._model.hit_rate(base or plan.length)
         self._model.observe(plan.length, accepted)
         if base:
+            bucket.intake.spent(intake)
             self._regulate(bucket)
         self._last = bucket
         measured = max(0.0, min(1.0, setpoint + self._model.deviation))
@@ -342,7 +349,10 @@ class PidController:
 
     def _feed_forward(self, batch: int, bucket: _Bucket) -> int:
         """K of most expected tokens per second; the present one stays unless another is better by a margin."""
-        rates = [self._model.tau(k) / self._costs.round_seconds(batch, k) for k in range(self._max + 1)]
+        rates = [
+            self._model.tau(k) / (self._costs.round_seconds(batch, k) + (bucket.intake.seconds if k else 0.0))
+            for k in range(self._max + 1)
+        ]
         best = max(range(self._max + 1), key=rates.__getitem__)
         present = bucket.feed_forward
         margin = self._settings.length_margin if present and best else self._settings.speculation_margin

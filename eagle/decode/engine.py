@@ -8,7 +8,7 @@ autoregressive decoding with the same code, caches and kernels. The target runs 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ class Engine:
         self,
         prompts: list[list[int]],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         draft_tokens: int | LengthPolicy,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -136,7 +136,8 @@ class Engine:
         carry: bool = False,
         verification: Verification = "rejection",
     ) -> DecodeResult:
-        """Continue each prompt (token ids) by at most `max_new_tokens` tokens, drafting `draft_tokens` a round.
+        """Continue each prompt (token ids) by at most `max_new_tokens` tokens (one number, or one a prompt), drafting
+        `draft_tokens` a round.
 
         `draft_tokens` 0, or no draft: autoregressive. `temperature` 0: greedy. `stop` ids end an answer unless
         `ignore_eos`. At most `batch` prompts are in work at once; the next begins as soon as one ends. At temperature
@@ -145,7 +146,9 @@ class Engine:
         """
         params = SamplingParams(temperature, top_k, top_p, seed)
         stops = frozenset() if ignore_eos else stop
-        requests = [Request(prompt, max_new_tokens, params, stops, index) for index, prompt in enumerate(prompts)]
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+        pairs = zip(prompts, limits, strict=True)
+        requests = [Request(prompt, limit, params, stops, index) for index, (prompt, limit) in enumerate(pairs)]
         with self.decoding(draft_tokens, chunk=chunk, carry=carry, verification=verification, batch=batch) as run:
             answers = [run.submit(request) for request in requests]
             began = run.clock()

@@ -320,3 +320,29 @@ def test_survival_rest_keeps_the_estimate() -> None:
             model.observe(3, bad)
     with pytest.raises(ValueError, match="prior weight"):
         SurvivalEstimator(3, prior_weight=0.0)
+
+
+def test_prompts_that_cost_more_than_speculation_gains_switch_it_off_until_that_fades() -> None:
+    controller = PidController(cpu_costs(), settings())
+    run(controller, 1, 200, always(2))
+    assert controller.plan(1).length > 0
+    rounds = 0
+    while controller.plan(1).length > 0:  # each round takes in prompts for three times what it takes itself
+        controller.observe(1, controller.plan(1), [min(2, controller.plan(1).length)], 3.0)
+        rounds += 1
+        assert rounds < 200
+    off = 0
+    while controller.plan(1).length == 0 or off == 0:
+        plan = controller.plan(1)
+        controller.observe(1, plan, [min(2, plan.length)] if plan.length else [])
+        off += 1
+        assert off < 400
+
+
+def test_the_first_prompts_do_not_stop_a_speculation_that_pays() -> None:
+    controller = PidController(cpu_costs(), settings())
+    run(controller, 1, 50, always(2))
+    for now in range(300):  # an answer of 30 rounds behind a prompt that costs half a round
+        plan = controller.plan(1)
+        assert plan.length > 0
+        controller.observe(1, plan, [min(2, plan.length)], 0.5 if now % 30 == 0 else 0.0)

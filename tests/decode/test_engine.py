@@ -151,7 +151,7 @@ class Erratic:
     def plan(self, batch: int) -> Plan:
         return Plan(self.random.randint(0, self.longest), self.random.randint(0, self.widest), self.random.choice([0, 0, 1, 3]))
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
         self.seen.append((batch, plan, list(accepted)))
 
 
@@ -396,3 +396,24 @@ def test_counters_are_those_of_vllm() -> None:
     assert stats.acceptance_by_position == [0.75, 0.5, 0.25]
     stats.observe([0, 0], 0)
     assert stats.rounds == 4
+
+
+def test_prompts_may_have_limits_of_their_own_and_the_draft_reports_what_prompts_cost() -> None:
+    model, questions, answers = reference()
+
+    class Watching(FixedLength):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.intakes: list[float] = []
+
+        def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
+            self.intakes.append(intake)
+
+    limits = [1 + 2 * at for at in range(len(questions))]
+    watching = Watching()
+    engine = Engine(model, draft(model), max_length=60, batch=2)
+    result = engine.generate(questions, max_new_tokens=limits, draft_tokens=watching, batch=2)
+    assert result.tokens == [answer[:limit] for answer, limit in zip(answers, limits, strict=True)]
+    fresh = sum(seconds > 0.0 for seconds in watching.intakes)
+    assert 0 < fresh <= len(questions)
+    assert fresh < len(watching.intakes)

@@ -55,7 +55,7 @@ class Recorder:
     def plan(self, batch: int) -> Plan:
         return self.plans[len(self.heard)]
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int]) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
         self.heard.append((batch, plan, list(accepted)))
 
 
