@@ -14,6 +14,7 @@ from eagle.bench.workload import Workload
 from eagle.decode.control import Plan
 from eagle.decode.cost import CostTable
 from eagle.decode.engine import Engine
+from eagle.decode.intake import QUIET, Traffic
 from eagle.decode.requests import Request
 from eagle.decode.stats import Step
 from eagle.errors import ConfigError
@@ -32,7 +33,7 @@ class Turns:
         """See `LengthPolicy.plan`."""
         return Plan(self._lengths[self._turn % len(self._lengths)])
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], traffic: Traffic = QUIET) -> None:
         """See `LengthPolicy.observe`."""
         self._turn += 1
 

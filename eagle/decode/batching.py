@@ -20,6 +20,7 @@ from torch import Tensor
 from eagle.decode.backlog import Backlog
 from eagle.decode.cache import Branches
 from eagle.decode.control import LengthPolicy, Plan
+from eagle.decode.intake import Traffic
 from eagle.decode.judge import Judge
 from eagle.decode.proposal import MAX_DRAFT_TOKENS, Drafter, Draws, Proposal
 from eagle.decode.randomness import Stream, uniforms
@@ -56,7 +57,7 @@ class Decoding:
         self._waiting: deque[Answer] = deque()
         self._slots: list[Slot] = []
         self._warp: Warp | None = None
-        self._intake = 0.0  # seconds of this step in which the drafter took in prompts
+        self._ended, self._taken_in, self._intake_seconds = 0, 0, 0.0  # since the policy was last told
 
     @property
     def busy(self) -> bool:
@@ -98,7 +99,6 @@ class Decoding:
             return
         wanted, count = self._wanted(), len(self._slots)
         plan = wanted if self._useful(wanted) else Plan(0, wanted.chunk)
-        self._intake = 0.0
         began = self.clock()
         proposal = self._draft(plan.length, plan.rows) if plan.length else None
         drafted = self.clock()
@@ -113,11 +113,16 @@ class Decoding:
         decisions = [accepted for found in resolved.values() for accepted in found]
         self.stats.record(count, plan.length if proposal else 0, decisions, drafted - began, decided - drafted)
         for length, accepted in resolved.items():  # drafts that were carried over may have another length than this step's
-            self.policy.observe(count, Plan(length, plan.chunk), accepted, self._intake)
-            self._intake = 0.0
+            self.policy.observe(count, Plan(length, plan.chunk), accepted, self._traffic())
         if not wanted.length and not resolved:
-            self.policy.observe(count, plan, [])
+            self.policy.observe(count, plan, [], self._traffic())
         self._leave()
+
+    def _traffic(self) -> Traffic:
+        """Return what came and went since the last call."""
+        found = Traffic(self._ended, self._taken_in, self._intake_seconds)
+        self._ended, self._taken_in, self._intake_seconds = 0, 0, 0.0
+        return found
 
     def _wanted(self) -> Plan:
         """Return what the policy wants."""
@@ -190,7 +195,9 @@ class Decoding:
         began = self.clock() if fresh else 0.0
         for group in (fresh[i : i + _PREFILL_ROWS] for i in range(0, len(fresh), _PREFILL_ROWS)):
             self.drafter.extend(group, *self._backlog.take(group))
-        self._intake = self.clock() - began if fresh else 0.0
+        if fresh:
+            self._taken_in += len(fresh)
+            self._intake_seconds += self.clock() - began
         for group in (known[i : i + size] for i in range(0, len(known), size)):
             self.drafter.extend(group, *self._backlog.take(group))
         draws = None
@@ -328,6 +335,7 @@ class Decoding:
                 continue
             last = len(self._slots) - 1
             moved = self._slots.pop()
+            self._ended += 1
             self._backlog.begin(slot)
             if slot != last and moved.answer.finish is None:
                 self.engine.store.move(last, slot, moved.length)

@@ -18,11 +18,11 @@ S_m: the chunk's last logit judges one draft more than the chunk holds. Dense ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from eagle.decode.control import ControlSettings, Plan, ProbeSchedule, batch_bucket
 from eagle.decode.cost import CostTable
-from eagle.decode.intake import Intake
+from eagle.decode.intake import QUIET, Intake, Traffic
 
 CHUNKS = (1, 2, 3, 4, 6)
 
@@ -33,7 +33,6 @@ class _Bucket:
 
     probe: ProbeSchedule
     plan: Plan = Plan(0)
-    intake: Intake = field(default_factory=Intake)
 
 
 class Chooser:
@@ -62,6 +61,7 @@ class Chooser:
         self._model = self._settings.estimator(longest)
         self._options = [Plan(k) for k in range(longest + 1)]
         self._options += [Plan(k, width) for k in range(1, longest + 1) for width in sorted(set(chunks)) if width <= k]
+        self._intake = Intake()
         self._buckets: dict[int, _Bucket] = {}
 
     @property
@@ -77,8 +77,10 @@ class Chooser:
     def expected_rate(self, batch: int, plan: Plan) -> float:
         """Expected tokens per second of `batch` requests under `plan`, by the present estimate and the cost table."""
         seconds_of = self._costs.carry_seconds if self._carry_over else self._costs.round_seconds
-        seconds = seconds_of(batch, plan.length, plan.chunk, self._model.survival)
-        return batch * self._model.tau(plan.length) / (seconds + (self._bucket(batch).intake.seconds if plan.length else 0.0))
+        seconds, tau = seconds_of(batch, plan.length, plan.chunk, self._model.survival), self._model.tau(plan.length)
+        if plan.length:
+            seconds += self._intake.seconds(batch, tau, on=self._bucket(batch).plan.length > 0)
+        return batch * tau / seconds
 
     def plan(self, batch: int) -> Plan:
         """The next round's plan for `batch` requests. Raises ValueError for `batch` < 1."""
@@ -86,22 +88,21 @@ class Chooser:
         chosen = self._choose(batch, bucket)
         return self._settings.probe(batch) if chosen.length == 0 and bucket.probe.probing and len(self._options) > 1 else chosen
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], traffic: Traffic = QUIET) -> None:
         """Learn from a round. Raises ValueError for counts that do not fit `plan` or `batch`."""
         bucket = self._bucket(batch)
         if plan.length == 0:
             self._model.rest(bucket.probe.burst(batch))
             bucket.probe.rest(batch)
-            bucket.intake.rest()
+            self._intake.learn(traffic, batch)
             return
         if not 0 < len(accepted) <= batch:
             raise ValueError(f"{len(accepted)} accepted counts for a batch of {batch}")
         probing = bucket.plan.length == 0
         self._model.observe(plan.length, accepted)
-        if not probing:
-            bucket.intake.spent(intake)
+        self._intake.learn(traffic, batch + sum(accepted))
         if probing and not self._model.surprised and self._choose(batch, bucket).length == 0:
-            bucket.probe.failed(batch, self._costs, self._model.survival[0])
+            bucket.probe.failed(batch, self._costs, self._model.survival[0], self._intake.per_request)
 
     def _bucket(self, batch: int) -> _Bucket:
         key = batch_bucket(batch)

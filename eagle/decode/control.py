@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from eagle.decode.cost import RoundCosts
-from eagle.decode.intake import Intake
+from eagle.decode.intake import QUIET, Intake, Traffic
 from eagle.decode.survival import SurvivalEstimator
 
 
@@ -41,10 +41,10 @@ class LengthPolicy(Protocol):
     def plan(self, batch: int) -> Plan:
         """The next round's plan for `batch` requests. Asking twice gives the same answer."""
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], traffic: Traffic = QUIET) -> None:
         """Tell a round's outcome: the accepted draft tokens of each request that was drafted for; empty when K was 0.
 
-        `intake`: seconds of the round in which the draft took in whole prompts; they are not in the cost table.
+        `traffic`: requests that ended and prompts that the draft took in; their seconds are not in the cost table.
         """
 
 
@@ -146,7 +146,7 @@ class FixedLength:
         """The plan given at construction."""
         return self._plan
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], traffic: Traffic = QUIET) -> None:
         """Nothing is learnt."""
 
 
@@ -220,8 +220,11 @@ class ProbeSchedule:
         if self._waited >= self._wait:
             self.begin(batch)
 
-    def failed(self, batch: int, costs: RoundCosts, survival: float) -> None:
-        """A probe round has passed and K = 1, of which the share `survival` is accepted, does not pay."""
+    def failed(self, batch: int, costs: RoundCosts, survival: float, intake: float = 0.0) -> None:
+        """A probe round has passed and K = 1, of which the share `survival` is accepted, does not pay.
+
+        `intake`: seconds that a prompt costs the draft.
+        """
         self._left -= 1
         if self._left:
             return
@@ -229,7 +232,7 @@ class ProbeSchedule:
         plain, rows = costs.round_seconds(batch, 0), min(self._settings.probe_drafts, batch)
         widened = costs.target_seconds(batch, 2) - costs.target_seconds(batch, 1)
         drafted = costs.draft_seconds(rows, 1)
-        lost = max(widened + drafted - survival * plain * rows / batch, 0.0) * self.burst(batch)
+        lost = max(widened + drafted - survival * plain * rows / batch, 0.0) * self.burst(batch) + rows * intake
         affordable = math.ceil(lost / (self._settings.probe_budget * plain))
         longest = max(min(affordable, self._settings.probe_limit), self._settings.probe_every)
         self._wait = min(2 * self._wait, longest)
@@ -255,7 +258,6 @@ class _Bucket:
 
     pid: Pid
     probe: ProbeSchedule
-    intake: Intake = field(default_factory=Intake)
     feed_forward: int = 0
     trim: float = 0.0
     steps: int = 0
@@ -278,6 +280,7 @@ class PidController:
         self._settings = settings or ControlSettings()
         self._max = min(self._settings.max_tokens, costs.max_length)
         self._model = self._settings.estimator(self._max)
+        self._intake = Intake()
         self._buckets: dict[int, _Bucket] = {}
         self._last: _Bucket | None = None
         self._trace: deque[RoundRecord] = deque(maxlen=self._settings.trace_rounds)
@@ -305,14 +308,14 @@ class PidController:
             return self._settings.probe(batch) if bucket.probe.probing and self._max else Plan(0)
         return Plan(max(1, min(self._max, base + bucket.steps)))
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], traffic: Traffic = QUIET) -> None:
         """Learn from a round. Raises ValueError for counts that do not fit `plan` or `batch`."""
         bucket = self._bucket(batch)
         base = self._feed_forward(batch, bucket)
         if plan.length == 0:
             self._model.rest(bucket.probe.burst(batch))
             bucket.probe.rest(batch)
-            bucket.intake.rest()
+            self._intake.learn(traffic, batch)
             self._last = None
             self._trace.append(RoundRecord(batch, 0, None, None, base, bucket.trim, False))
             return
@@ -320,14 +323,14 @@ class PidController:
             raise ValueError(f"{len(accepted)} accepted counts for a batch of {batch}")
         setpoint = self._model.hit_rate(base or plan.length)
         self._model.observe(plan.length, accepted)
+        self._intake.learn(traffic, batch + sum(accepted))
         if base:
-            bucket.intake.spent(intake)
             self._regulate(bucket)
         self._last = bucket
         measured = max(0.0, min(1.0, setpoint + self._model.deviation))
         self._trace.append(RoundRecord(batch, plan.length, measured, setpoint, base, bucket.trim, base == 0))
         if base == 0 and not self._model.surprised and self._feed_forward(batch, bucket) == 0:
-            bucket.probe.failed(batch, self._costs, self._model.survival[0])
+            bucket.probe.failed(batch, self._costs, self._model.survival[0], self._intake.per_request)
 
     def _regulate(self, bucket: _Bucket) -> None:
         if bucket is not self._last:
@@ -347,12 +350,14 @@ class PidController:
             self._buckets[key] = bucket
         return self._buckets[key]
 
+    def _rate(self, batch: int, length: int, *, on: bool) -> float:
+        """Expected tokens per second and request."""
+        tau = self._model.tau(length)
+        return tau / (self._costs.round_seconds(batch, length) + (self._intake.seconds(batch, tau, on=on) if length else 0.0))
+
     def _feed_forward(self, batch: int, bucket: _Bucket) -> int:
         """K of most expected tokens per second; the present one stays unless another is better by a margin."""
-        rates = [
-            self._model.tau(k) / (self._costs.round_seconds(batch, k) + (bucket.intake.seconds if k else 0.0))
-            for k in range(self._max + 1)
-        ]
+        rates = [self._rate(batch, k, on=bucket.feed_forward > 0) for k in range(self._max + 1)]
         best = max(range(self._max + 1), key=rates.__getitem__)
         present = bucket.feed_forward
         margin = self._settings.length_margin if present and best else self._settings.speculation_margin

@@ -12,6 +12,7 @@ import pytest
 
 from eagle.decode.control import ControlSettings, FixedLength, Pid, PidController, Plan
 from eagle.decode.cost import CostTable
+from eagle.decode.intake import Intake, Traffic
 from eagle.decode.survival import SurvivalEstimator
 
 
@@ -322,27 +323,41 @@ def test_survival_rest_keeps_the_estimate() -> None:
         SurvivalEstimator(3, prior_weight=0.0)
 
 
-def test_prompts_that_cost_more_than_speculation_gains_switch_it_off_until_that_fades() -> None:
-    controller = PidController(cpu_costs(), settings())
-    run(controller, 1, 200, always(2))
-    assert controller.plan(1).length > 0
-    rounds = 0
-    while controller.plan(1).length > 0:  # each round takes in prompts for three times what it takes itself
-        controller.observe(1, controller.plan(1), [min(2, controller.plan(1).length)], 3.0)
-        rounds += 1
-        assert rounds < 200
-    off = 0
-    while controller.plan(1).length == 0 or off == 0:
-        plan = controller.plan(1)
-        controller.observe(1, plan, [min(2, plan.length)] if plan.length else [])
-        off += 1
-        assert off < 400
+def short_answers(controller: PidController, batch: int, rounds: int, length: int, cost: float) -> list[int]:
+    """Drive a controller with two accepted tokens a round: requests of `length` tokens whose prompts cost the draft `cost` each."""
+    lengths, tokens, known = [], 0, 0
+    for _ in range(rounds):
+        plan = controller.plan(batch)
+        lengths.append(plan.length)
+        rows = (plan.rows or batch) if plan.length else 0
+        taken, known = max(rows - known, 0), max(rows, known)
+        tokens += batch + rows * min(2, plan.length)
+        ended, tokens = divmod(tokens, length)
+        known = max(known - ended, 0)
+        controller.observe(batch, plan, [min(2, plan.length)] * rows, Traffic(ended, taken, cost * taken))
+    return lengths
 
 
-def test_the_first_prompts_do_not_stop_a_speculation_that_pays() -> None:
+def test_short_answers_behind_dear_prompts_switch_speculation_off() -> None:
+    dear = short_answers(PidController(cpu_costs(), settings()), 8, 400, 20, 4.0)
+    assert max(dear[100:]) <= 1  # probes only
+    assert sum(length > 0 for length in dear[100:]) < 15
+    assert min(short_answers(PidController(cpu_costs(), settings()), 8, 400, 20, 0.1)[100:]) > 0
+    assert min(short_answers(PidController(cpu_costs(), settings()), 8, 400, 2000, 4.0)[100:]) > 0  # long answers: seldom a prompt
+
+
+def test_speculation_comes_back_when_answers_grow_long() -> None:
     controller = PidController(cpu_costs(), settings())
-    run(controller, 1, 50, always(2))
-    for now in range(300):  # an answer of 30 rounds behind a prompt that costs half a round
-        plan = controller.plan(1)
-        assert plan.length > 0
-        controller.observe(1, plan, [min(2, plan.length)], 0.5 if now % 30 == 0 else 0.0)
+    assert short_answers(controller, 8, 300, 20, 4.0)[-1] == 0
+    assert min(short_answers(controller, 8, 3000, 5000, 4.0)[-200:]) > 0
+
+
+def test_nothing_is_added_before_a_request_has_ended() -> None:
+    intake = Intake()
+    assert intake.seconds(8, 2.0, on=False) == 0.0
+    intake.learn(Traffic(0, 4, 2.0), 16)
+    assert intake.per_request == 0.5
+    assert intake.seconds(8, 2.0, on=True) == 0.0
+    assert intake.seconds(8, 2.0, on=False) == pytest.approx(8 * 0.5 / 64)
+    intake.learn(Traffic(2, 0, 0.0), 16)
+    assert intake.seconds(8, 2.0, on=True) == pytest.approx(0.5 * 8 * 2.0 * 2 / 32, rel=0.01)

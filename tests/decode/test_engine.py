@@ -15,6 +15,7 @@ from eagle.decode.batching import ancestors
 from eagle.decode.control import FixedLength, Plan
 from eagle.decode.dynamic_tree import EagleTreeDrafter, TreeShape
 from eagle.decode.engine import DecodeResult, Engine
+from eagle.decode.intake import QUIET, Traffic
 from eagle.decode.proposal import Drafter, Draws, Proposal
 from eagle.decode.requests import Request
 from eagle.decode.sampling import SamplingParams
@@ -151,7 +152,7 @@ class Erratic:
     def plan(self, batch: int) -> Plan:
         return Plan(self.random.randint(0, self.longest), self.random.randint(0, self.widest), self.random.choice([0, 0, 1, 3]))
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], traffic: Traffic = QUIET) -> None:
         self.seen.append((batch, plan, list(accepted)))
 
 
@@ -404,16 +405,17 @@ def test_prompts_may_have_limits_of_their_own_and_the_draft_reports_what_prompts
     class Watching(FixedLength):
         def __init__(self) -> None:
             super().__init__(2)
-            self.intakes: list[float] = []
+            self.traffic: list[Traffic] = []
 
-        def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
-            self.intakes.append(intake)
+        def observe(self, batch: int, plan: Plan, accepted: Sequence[int], traffic: Traffic = QUIET) -> None:
+            self.traffic.append(traffic)
 
     limits = [1 + 2 * at for at in range(len(questions))]
     watching = Watching()
     engine = Engine(model, draft(model), max_length=60, batch=2)
     result = engine.generate(questions, max_new_tokens=limits, draft_tokens=watching, batch=2)
     assert result.tokens == [answer[:limit] for answer, limit in zip(answers, limits, strict=True)]
-    fresh = sum(seconds > 0.0 for seconds in watching.intakes)
-    assert 0 < fresh <= len(questions)
-    assert fresh < len(watching.intakes)
+    drafted_for = sum(limit > 2 for limit in limits)  # one more token to come is no reason to draft
+    assert sum(now.taken_in for now in watching.traffic) == drafted_for
+    assert all((now.seconds > 0.0) == (now.taken_in > 0) for now in watching.traffic)
+    assert 0 < sum(now.ended for now in watching.traffic) < len(questions)  # the last end after the last round

@@ -13,6 +13,7 @@ import pytest
 from eagle.decode.chooser import Chooser
 from eagle.decode.control import ControlSettings, FixedLength, LengthPolicy, PidController, Plan
 from eagle.decode.cost import CostTable
+from eagle.decode.intake import QUIET, Traffic
 from eagle.decode.replay import (
     Outcome,
     Round,
@@ -55,7 +56,7 @@ class Recorder:
     def plan(self, batch: int) -> Plan:
         return self.plans[len(self.heard)]
 
-    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], intake: float = 0.0) -> None:
+    def observe(self, batch: int, plan: Plan, accepted: Sequence[int], traffic: Traffic = QUIET) -> None:
         self.heard.append((batch, plan, list(accepted)))
 
 
