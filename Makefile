@@ -16,7 +16,7 @@ VLLM_STAMP := .venv-vllm/.installed-$(subst =,-,$(VLLM_PACKAGE))
 PIP_FLAGS := -qq --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE ?= 1
 
-.PHONY: run test lint figures setup clean
+.PHONY: run test lint figures setup peers clean
 .DEFAULT_GOAL := run
 
 run: setup
@@ -58,6 +58,18 @@ $(VLLM_STAMP): constraints-vllm.txt
 	    .venv-vllm/bin/python -m pip uninstall $(PIP_FLAGS) -y torchvision torchaudio torchcodec ;; \
 	  *) .venv-vllm/bin/python -m pip install $(PIP_FLAGS) '$(VLLM_PACKAGE)' ;; \
 	esac
+	@touch $@
+
+# What benchmarks/peers compares with, in an environment of its own.
+peers: .venv-peers/.installed
+
+.venv-peers/.installed: benchmarks/peers/requirements.txt
+	@echo "setting up .venv-peers (about 2 minutes, 1.5 GB)"
+	@rm -f $@
+	@$(PYTHON) -m venv --clear .venv-peers
+	@.venv-peers/bin/python -m pip install $(PIP_FLAGS) -U pip
+	@.venv-peers/bin/python -m pip install $(PIP_FLAGS) -r benchmarks/peers/requirements.txt
+	@.venv-peers/bin/python -m pip install $(PIP_FLAGS) --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	@touch $@
 
 clean:

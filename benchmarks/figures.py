@@ -28,6 +28,7 @@ MODULES = (
     "benchmarks.quality",
     "benchmarks.decoding",
     "benchmarks.kernels",
+    "benchmarks.peers.compare",
     "benchmarks.operations",
     "benchmarks.robustness",
     "benchmarks.served",

@@ -42,19 +42,25 @@ MT_BENCH = ROOT.parent / "shared" / "data" / "prompts" / "mt_bench" / "question.
 
 
 def _make_run() -> dict[str, Any]:
-    """Run `make run` and return its wall seconds and the peak memory of its process tree (proportional set size, GiB)."""
-    began = time.monotonic()
     STATE.mkdir(parents=True, exist_ok=True)
-    log = STATE / "make-run.log"
+    return watched(["make", "run", f"ARGS={ARGS}"], STATE / "make-run.log")
+
+
+def watched(command: list[str], log: Path) -> dict[str, Any]:
+    """Run a command and return its wall seconds and the peak memory of its process tree (proportional set size, GiB).
+
+    Exits when it fails; its output goes to `log`.
+    """
+    began = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
-        process = subprocess.Popen(["make", "run", f"ARGS={ARGS}"], cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT)  # noqa: S607
+        process = subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT)
         peak, peaks = 0, dict[str, int]()
         while process.poll() is None:
             found, step = _tree_memory(process.pid)
             peak, peaks[step] = max(peak, found), max(peaks.get(step, 0), found)
             time.sleep(SAMPLE_SECONDS)
     if process.returncode:
-        sys.exit(f"error: make run ended with {process.returncode}; its output: {log}")
+        sys.exit(f"error: {' '.join(command[:2])} ended with {process.returncode}; its output: {log}")
     return {
         "seconds": round(time.monotonic() - began, 1),
         "peak_gib": round(peak / 2**30, 2),

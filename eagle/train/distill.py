@@ -235,7 +235,7 @@ class Trainer:
             self._validate()  # what it starts from may be the best; not timed: the pace would take it for every step's share
         with Track(self.name, self.pace.total, "steps", done=self.pace.step) as track:
             while not self.pace.done:
-                note = self._one_step()
+                note = self.step()
                 step = self.pace.step
                 if step % self.config.eval_every == 0 or self.pace.done:
                     note = self._timed(self._validate)
@@ -257,7 +257,8 @@ class Trainer:
         self.pace.other_work(time.monotonic() - began)
         return note or ""
 
-    def _one_step(self) -> str:
+    def step(self) -> str:
+        """Take one optimiser step on the next batch; return a note for the progress line."""
         began = time.monotonic()
         config, depth = self.config, self.pace.depth
         rows = self.plan.at(self.pace.step)
