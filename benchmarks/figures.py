@@ -116,7 +116,7 @@ def write_table(figures: dict[str, Figure]) -> None:
     """Write benchmarks/results/README.md: the JSON files that are there, and which figures are not measured yet."""
     rows = [
         manifest.read_json(RESULTS / f"{f.id}.json") if (RESULTS / f"{f.id}.json").is_file() else _unmeasured(f)
-        for f in figures.values()
+        for f in sorted(figures.values(), key=_place)
     ]
     lines = [
         "# Figures",
@@ -132,6 +132,13 @@ def write_table(figures: dict[str, Figure]) -> None:
         cells = (row["id"], row["what"], value, f"{row['bound']} {row['unit']}".strip(), holds, row["date"], row.get("why", ""))
         lines.append(f"| {' | '.join(cells)} |")
     manifest.write_text(RESULTS / "README.md", "\n".join(lines) + "\n")
+
+
+def _place(figure: Figure) -> tuple[int, int, str]:
+    """Return what puts F2.10 behind F2.9 and F2.9 behind F2.8a."""
+    issue, _, rest = figure.id.removeprefix("F").partition(".")
+    number = rest.rstrip("abc")
+    return int(issue), int(number), rest
 
 
 def _unmeasured(figure: Figure) -> dict[str, Any]:
