@@ -19,6 +19,7 @@ from eagle.ablate.run import Ablation, ablate
 from eagle.config import Config
 
 STAGE_1_MINUTES, MINUTES, SEEDS = 5.0, 2.0, [0, 1, 2]
+SEQUENCES = 4  # a step of stage 2: its steps are dear, and few large ones in MINUTES move the draft less
 ARMS = ("stage1", "continued", "exact", "greedy", "naive")
 T1, T0 = "expected_accepted_t1", "accepted_t0"
 
@@ -27,7 +28,7 @@ def settings(config: Config) -> Config:
     """Return the run's configuration with the ablation's budget: minutes, seeds, rollouts at T=1."""
     content = config.model_dump(by_alias=True)
     content["distill"]["max_minutes"] = STAGE_1_MINUTES
-    content["policy"]["temperatures"] = [{"temperature": 1.0, "weight": 1.0}]
+    content["policy"] |= {"temperatures": [{"temperature": 1.0, "weight": 1.0}], "sequences_per_step": SEQUENCES}
     content["ablate"] |= {"minutes": MINUTES, "seeds": SEEDS}
     return Config.model_validate(content)
 
@@ -40,6 +41,7 @@ def _measured() -> tuple[dict[str, Any], str]:
     said = (
         "eagle", "--profile", run.profile, *(word for item in run.overrides for word in ("--set", item)),
         "--set", f"distill.max_minutes={STAGE_1_MINUTES:g}", "--set", "policy.temperatures=[{temperature: 1.0, weight: 1.0}]",
+        "--set", f"policy.sequences_per_step={SEQUENCES}",
     )  # fmt: skip
     ablate(Ablation(settings(run.config), run.root, run.base, out, said), parse_arms(ARMS))
     result = manifest.read_json(out / report.JSON)

@@ -57,7 +57,7 @@ TRIED_ANY_BATCH = (
     "tried: the default profile's draft: 0.888x; the full profile's with a controller that knew the costs of rounds only: 0.896x, "
     "at batch 4 (answers of one length, so that the plain arm's batches ended all at once); with what prompts cost the draft as a "
     "mean of the rounds with speculation, answers of different lengths: 0.952x, at batch 16, where probes took prompts in; with "
-    "that cost predicted from requests per token and counted into the probes' budget, only batches 4 and 16 of default and mixed again, "
+    "that cost predicted from requests per token and counted into the probes' budget, only batches 4 and 16 of default and mixed, "
     "five turns: 0.979x, 0.989x, 1.029x, 0.965x (turns at batch 16 spread by 7 %)"
 )
 
