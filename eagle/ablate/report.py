@@ -39,16 +39,21 @@ def _threads(config: Config) -> int:
     return config.runtime.threads or available_cores()
 
 
-def build(arms: Sequence[Arm], results: Results, commands: Mapping[str, str], config: Config) -> dict[str, Any]:
-    """Return the report as JSON: one row per arm that has a result, machine, versions and budgets."""
+def build(
+    arms: Sequence[Arm], results: Results, commands: Mapping[str, str], config: Config, *, given: bool = False
+) -> dict[str, Any]:
+    """Return the report as JSON: one row per arm that has a result, machine, versions and budgets.
+
+    `given`: stage 1 was not trained here, every arm and seed goes on from the same draft.
+    """
     rows = [_row(arm, results, commands[arm.name]) for arm in arms if results.get(arm.name)]
     distill, about = config.distill, config.ablate
     return {
         "reference": REFERENCE,
         "rows": rows,
         "budget": {
-            "stage_1_minutes": distill.max_minutes, "second_phase_minutes": about.minutes, "learning_rate": about.learning_rate,
-            "threads": _threads(config),
+            "stage_1_minutes": None if given else distill.max_minutes, "second_phase_minutes": about.minutes,
+            "learning_rate": about.learning_rate, "threads": _threads(config),
         },
         "draft_tokens": about.draft_tokens,
         "temperatures": [share.model_dump() for share in config.policy.temperatures],
@@ -102,7 +107,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"Accepted draft tokens a round on held-out rounds, K = {report['draft_tokens']}, bonus token not counted: mean over seeds "
         "[95 % interval, Student's t]. Differences are paired by seed.",
         "T=1: exact overlaps on the draft's own prefixes. T=0: replay of greedy decoding.",
-        f"Training: stage 1 at most {budget['stage_1_minutes']:g} min, then {budget['second_phase_minutes']:g} min for every "
+        f"Training: {_stage_1(budget['stage_1_minutes'])}, then {budget['second_phase_minutes']:g} min for every "
         f"arm but stage 1 alone; threads {budget['threads']}, peak rate {budget['learning_rate']:g}, last weights.",
         f"Machine: {report['machine']['platform']}, {report['machine']['processor']}, {report['machine']['cpus']} CPUs. "
         + ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
@@ -112,6 +117,10 @@ def markdown(report: dict[str, Any]) -> str:
         *(f"- {row['arm']}: `{row['command']}`" for row in report["rows"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _stage_1(minutes: float | None) -> str:
+    return "one given stage 1, the same for all seeds" if minutes is None else f"stage 1 at most {minutes:g} min"
 
 
 def _mean_of_reference(report: dict[str, Any], name: str) -> float:

@@ -33,7 +33,10 @@ _EVAL_CODE = (*_CODE, "eagle/ablate/evaluate.py")
 
 @dataclass(frozen=True)
 class Ablation:
-    """What to do where. `base` holds the dataset step's folder; `out` takes the arms; `said` is the command's beginning."""
+    """What to do where. `base` holds the dataset step's folder; `out` takes the arms; `said` is the command's beginning.
+
+    `start`: the folder of a finished stage 1 that every arm and seed goes on from, instead of training its own.
+    """
 
     config: Config
     root: Path
@@ -41,6 +44,7 @@ class Ablation:
     out: Path
     said: tuple[str, ...] = ("eagle",)
     vllm: bool = False
+    start: Path | None = None
 
     @property
     def dataset(self) -> Path:
@@ -65,11 +69,14 @@ def ablate(what: Ablation, arms: Sequence[Arm]) -> str:
         raise StepFailed(f"ablate: no finished data set in {what.base}; run: {again}")
     if what.vllm:
         require_vllm(config.vllm, what.root)
+    if what.start is not None:
+        _check_start(what.start, arms)
     own = [arm for arm in arms if not same_as_reference(arm, config) or arm.name == REFERENCE]
     aliases = [arm for arm in arms if arm not in own]
     work = needed([*own, *([ARMS[REFERENCE]] if aliases else [])])
-    scratch = sum(arm.phase == "scratch" for arm in work)
-    minutes = len(seeds) * (scratch * config.distill.max_minutes + (len(work) - scratch) * config.ablate.minutes)
+    scratch = 0 if what.start else sum(arm.phase == "scratch" for arm in work)
+    phases = sum(arm.phase != "scratch" for arm in work)
+    minutes = len(seeds) * (scratch * config.distill.max_minutes + phases * config.ablate.minutes)
     say(f"ablate: {len(work)} arms x {len(seeds)} seeds, at most {minutes:.0f} minutes of training")
     what.out.mkdir(parents=True, exist_ok=True)
     commands = {arm.name: command(what, arm) for arm in arms}
@@ -81,7 +88,7 @@ def ablate(what: Ablation, arms: Sequence[Arm]) -> str:
                     results[arm.name][seed] = _one(what, arm, seed, measured=arm in arms or arm.name == REFERENCE)
                 for alias in aliases:
                     results[alias.name][seed] = results[REFERENCE][seed]
-                text = report.write(what.out, report.build(arms, results, commands, config))
+                text = report.write(what.out, report.build(arms, results, commands, config, given=what.start is not None))
     except Timeout:
         raise BusyError(f"{what.out}: another ablation is at work there; wait for it, or name another folder with --out") from None
     return text
@@ -94,15 +101,19 @@ def command(what: Ablation, arm: Arm) -> str:
     parts = [
         *what.said, "ablate", "--dir", str(what.base), "--out", str(what.out), "--arms", ",".join(names),
         "--seeds", ",".join(map(str, about.seeds)), "--minutes", f"{about.minutes:g}", *(["--vllm"] if what.vllm else []),
+        *(["--from", str(what.start)] if what.start else []),
     ]
     return shlex.join(parts)
 
 
 def _one(what: Ablation, arm: Arm, seed: int, *, measured: bool) -> Result:
     folder, config = _place(what, arm.name, seed), arm_config(arm, what.config, seed)
+    if what.start is not None and arm.phase == "scratch":
+        trained: dict[str, Any] = manifest.read_json(what.start / manifest.METRICS)
+        return Result(trained, _measure(what, folder, config, what.start) if measured else {})
     inputs = {"dataset": what.dataset}
     if arm.base:
-        inputs["distill"] = _place(what, arm.base, seed) / "train"
+        inputs["distill"] = what.start or _place(what, arm.base, seed) / "train"
     parts = _parts(config, inputs, ("target", "draft", "distill", *(["policy"] if arm.phase == "policy" else [])), what, _CODE)
 
     def make(out: Path, work: Path) -> dict[str, Any]:
@@ -112,12 +123,21 @@ def _one(what: Ablation, arm: Arm, seed: int, *, measured: bool) -> Result:
         return train(arm, StepContext(config, what.root, inputs, out, work))
 
     trained = _ensure(folder, "train", parts, what.root, make)
-    return Result(trained, _measure(what, folder, config) if measured else {})
+    return Result(trained, _measure(what, folder, config, folder / "train") if measured else {})
 
 
-def _measure(what: Ablation, folder: Path, config: Config) -> dict[str, Any]:
-    inputs = {"dataset": what.dataset, "train": folder / "train"}
-    draft = folder / "train" / "draft"
+def _check_start(start: Path, arms: Sequence[Arm]) -> None:
+    """Raise StepFailed when `start` is no finished stage 1, ConfigError for arms whose drafts have another shape."""
+    if manifest.read_manifest(start) is None or not (start / "draft").is_dir():
+        raise StepFailed(f"--from {start}: no finished stage 1 there; name a run's folder 'distill'")
+    shaped = [arm.name for arm in arms if arm.base not in (None, "stage1") or (arm.phase == "scratch" and arm.name != "stage1")]
+    if shaped:
+        raise ConfigError(f"--from: {', '.join(shaped)} cannot go on from a draft of another shape; leave out the arm or --from")
+
+
+def _measure(what: Ablation, folder: Path, config: Config, made: Path) -> dict[str, Any]:
+    inputs = {"dataset": what.dataset, "train": made}
+    draft = made / "draft"
 
     def evaluated(out: Path, work: Path) -> dict[str, Any]:
         from eagle.ablate.evaluate import evaluate

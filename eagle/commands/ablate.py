@@ -18,6 +18,9 @@ def ablate(
     arms: Annotated[str | None, typer.Option("--arms", help="Comma-separated; default: all.")] = None,
     seeds: Annotated[str | None, typer.Option("--seeds", help="Comma-separated; default: ablate.seeds.")] = None,
     minutes: Annotated[float | None, typer.Option("--minutes", help="Training time per arm; default: ablate.minutes.")] = None,
+    start: Annotated[
+        Path | None, typer.Option("--from", help="Finished stage 1 (RUN/distill) that all arms go on from; default: one a seed.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Output folder; default RUN/ablate.")] = None,
     vllm: Annotated[bool, typer.Option("--vllm", help="Also count accepted tokens in vLLM.")] = False,
     profile: ProfileOption = None,
@@ -38,6 +41,6 @@ def ablate(
     sets = [word for override in (*typed.overrides, *said) for word in ("--set", override)]
     words = ("eagle", *(("--root", str(root)) if typed.root else ()), "--profile", chosen, *sets)
     place = out.resolve() if out else base / "ablate"
-    text = run_ablation(Ablation(config, root, base, place, words, vllm), chosen_arms)
+    text = run_ablation(Ablation(config, root, base, place, words, vllm, start.resolve() if start else None), chosen_arms)
     sys.stdout.write(text)
     say(f"ablate: done -> {place}")

@@ -201,6 +201,24 @@ def test_a_killed_ablation_goes_on_where_it_was(toy: Toy, base: Path, tmp_path: 
     assert row["seconds"][0] >= 12.0
 
 
+def test_all_arms_may_go_on_from_one_given_stage_1(toy: Toy, base: Path, tmp_path: Path) -> None:
+    root, seeds = toy.target.parent, [0, 1]
+    ablate(Ablation(settings(toy, seeds=[0]), root, base, tmp_path / "own"), arms.parse_arms(["stage1"]))
+    start = tmp_path / "own" / "stage1" / "seed-0" / "train"
+    what = Ablation(settings(toy, seeds=seeds), root, base, tmp_path / "out", start=start)
+    text = ablate(what, arms.parse_arms(["stage1", "continued", "exact"]))
+    rows = {row["arm"]: row for row in manifest.read_json(tmp_path / "out" / report.JSON)["rows"]}
+    assert rows["stage1"]["accepted_t0"]["by_seed"]["0"] == rows["stage1"]["accepted_t0"]["by_seed"]["1"]
+    assert not (tmp_path / "out" / "stage1" / "seed-0" / "train").exists()
+    assert len(rows["exact"]["seeds"]) == 2
+    assert "one given stage 1, the same for all seeds" in text
+    assert rows["exact"]["command"].endswith(f"--from {start}")
+    with pytest.raises(ConfigError, match="depth2 cannot go on from a draft of another shape"):
+        ablate(what, arms.parse_arms(["continued", "depth2"]))
+    with pytest.raises(StepFailed, match="no finished stage 1"):
+        ablate(Ablation(settings(toy), root, base, tmp_path / "out", start=tmp_path), arms.parse_arms(["exact"]))
+
+
 def test_vllms_count_is_a_column_of_its_own(toy: Toy, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is a stand-in: what is asked of it, and what becomes of its counters."""
     jobs: list[VllmJob] = []
