@@ -28,7 +28,7 @@ def write_prompts(path: Path, prompts: Sequence[Sequence[int]], running: Running
     """Write the prompts as texts in the form that vLLM's client reads (ShareGPT's)."""
     wanted = running.wanted
     tokenizer = load_tokenizer(wanted.target, trust_remote_code=wanted.config.target.trust_remote_code)
-    turns = [[{"from": "human", "value": tokenizer.decode(prompt)}, {"from": "gpt", "value": ""}] for prompt in prompts]
+    turns = [[{"from": "human", "value": tokenizer.decode(list(prompt))}, {"from": "gpt", "value": ""}] for prompt in prompts]
     manifest.write_json(path, [{"conversations": pair} for pair in turns])
 
 
