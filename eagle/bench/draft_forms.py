@@ -13,6 +13,7 @@ from eagle.decode.drafting import EagleDrafter
 from eagle.draft.model import DraftModel
 from eagle.draft.spec import FLOATS, DraftSpec
 from kernels import dispatch
+from kernels.graphs import Capture
 
 Form = Literal["eager torch", "torch.compile", "engine without kernels", "direct calls", "fused", "fused + graph"]
 CONTEXT = 64  # positions known before the draft
@@ -34,20 +35,25 @@ def embedding(network: DraftModel) -> torch.Tensor:
 
 
 @contextmanager
-def draft_loop(form: Form, network: DraftModel, batch: int, length: int) -> Iterator[Loop]:
+def draft_loop(
+    form: Form, network: DraftModel, batch: int, length: int, *, kernels: dispatch.Backend = "auto",
+    capture: Capture | Literal["auto"] = "auto",
+) -> Iterator[Loop]:  # fmt: skip
     """Yield a function that drafts a chain of n <= `length` tokens for `batch` rows of 64 known positions, in `form`.
 
-    Runs in inference mode with the dispatch set for the form, both until the context ends.
+    `kernels` and `capture`: the dispatch and the capture of the fused forms. Runs in inference mode with the dispatch set for the
+    form, both until the context ends.
     """
-    backend: dispatch.Backend = "auto" if form.startswith("fused") else "reference"
-    with torch.inference_mode(), dispatch.using(backend="auto" if form == "direct calls" else backend):
+    fused = form.startswith("fused")
+    backend: dispatch.Backend = kernels if fused else "auto" if form == "direct calls" else "reference"
+    with torch.inference_mode(), dispatch.using(backend=backend):
         if form == "eager torch":
             yield _eager(network, batch, length)
             return
         embed = embedding(network)
         drafter = EagleDrafter(
             network, embed, batch=batch, max_length=CONTEXT + length, compiled=form == "torch.compile",
-            direct=form == "direct calls", capture="auto" if form == "fused + graph" else None,
+            direct=form == "direct calls", capture=capture if form == "fused + graph" else None,
         )  # fmt: skip
         rows, spec = list(range(batch)), network.spec
         aux = torch.randn(batch, CONTEXT, len(spec.aux_layers) * spec.target_hidden_size, device=embed.device).to(embed.dtype)

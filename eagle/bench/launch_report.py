@@ -8,9 +8,10 @@ where there is no GPU, that has not been measured, and the table says so.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -22,52 +23,80 @@ from eagle.bench.launches import StepLaunches, count
 from eagle.bench.profiling import profile, wall_seconds
 from eagle.config import Config
 from eagle.draft.io import CONFIG, read_spec
+from eagle.draft.model import DraftModel
 from eagle.draft.spec import DraftSpec
 from eagle.errors import StepFailed
 from eagle.target.load import available_cores, pick_device, setup_torch
+from kernels.dispatch import Backend
+from kernels.graphs import Capture
 from kernels.tuned import TABLE
 
 NOT_MEASURED = "not measured"
 REPEATS = 5
+_GPU_FORMS: tuple[Form, ...] = ("fused", "fused + graph")
+_CPU_FORMS: tuple[Form, ...] = ("direct calls",)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One form. `kernels`, `calls` and `ms` are of one draft step, `launches` of a loop of K steps; None = not measured."""
+    """One form. `launches` are of a loop of K steps, all else of one draft step: `kernels` on the device and their summed time
+    `kernel_ms`, operator `calls` of the host, `ms` by the clock. None = not measured."""
 
     form: Form
     kernels: float | None
     launches: float | None
     calls: float | None = None
     ms: float | None = None
+    kernel_ms: float | None = None
     note: str = ""
 
 
-def report(spec: DraftSpec, *, dtype: str, batch: int, length: int, device: str, compiled: bool) -> list[Row]:
-    """Return the rows of a greedy draft of `length` tokens of `batch` rows on `device`; `compiled`: torch.compile too."""
-    length = max(length, 2)  # a step is the difference between two lengths
-    network = random_network(spec, dtype, device)
+@dataclass(frozen=True)
+class Setting:
+    """What is reported on: a greedy draft of `length` tokens (2 at least) of `batch` rows, 'bfloat16' or 'float32', on a device."""
+
+    dtype: str
+    batch: int
+    length: int
+    device: str
+
+
+def report(spec: DraftSpec, setting: Setting, *, compiled: bool) -> list[Row]:
+    """Return a row a form; `compiled`: torch.compile is measured too, which takes tens of seconds."""
+    batch, length, device = setting.batch, max(setting.length, 2), setting.device  # a step is the difference of two lengths
+    network = random_network(spec, setting.dtype, device)
     counted = count(spec, batch, CONTEXT + length)
-    forms: list[Form] = ["eager torch", "torch.compile", "engine without kernels"]
-    forms += ["fused", "fused + graph"] if device == "cuda" else ["direct calls"]
-    rows = [
-        Row(form, None, None, note="tune.try_compile is false") if form == "torch.compile" and not compiled
-        else _measured(form, network, batch, length, device)
-        for form in forms
-    ]  # fmt: skip
+    rows = [measure_form("eager torch", network, batch, length, device), _compiled(network, batch, length, device, compiled)]
+    forms: list[Form] = ["engine without kernels", *(_GPU_FORMS if device == "cuda" else _CPU_FORMS)]
+    rows += [measure_form(form, network, batch, length, device) for form in forms]
     return rows if device == "cuda" else _derived(rows, counted, length)
 
 
-def _measured(form: Form, network: Any, batch: int, length: int, device: str) -> Row:
-    with draft_loop(form, network, batch, length) as loop:
+def _compiled(network: DraftModel, batch: int, length: int, device: str, wanted: bool) -> Row:
+    if not wanted:
+        return Row("torch.compile", None, None, note="tune.try_compile is false")
+    try:
+        return measure_form("torch.compile", network, batch, length, device)
+    except RuntimeError as error:  # no working C++ compiler, above all
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return Row("torch.compile", None, None, note=f"cannot be compiled here: {lines[0][:80]}")
+
+
+def measure_form(
+    form: Form, network: DraftModel, batch: int, length: int, device: str, *, kernels: Backend = "auto",
+    capture: Capture | Literal["auto"] = "auto",
+) -> Row:  # fmt: skip
+    """Return the row of one form, from torch's profiler and the clock. `length`: 2 at least; the rest as in `draft_loop`."""
+    with draft_loop(form, network, batch, length, kernels=kernels, capture=capture) as loop:
         for tokens in (1, length):
             loop(tokens)  # compiles, captures and allocates
-        one, all_ = (profile(lambda tokens=tokens: loop(tokens), device) for tokens in (1, length))  # type: ignore[misc]
-        short, long = (wall_seconds(lambda tokens=tokens: loop(tokens), device, REPEATS) for tokens in (1, length))  # type: ignore[misc]
+        one, all_ = (profile(partial(loop, tokens), device) for tokens in (1, length))
+        short, long = (wall_seconds(partial(loop, tokens), device, REPEATS) for tokens in (1, length))
     steps = length - 1
     return Row(
         form, (all_.kernels - one.kernels) / steps, all_.launches, (all_.calls - one.calls) / steps,
-        max(long - short, 0.0) / steps * 1e3,
+        max(long - short, 0.0) / steps * 1e3, (all_.device_us - one.device_us) / steps / 1e3 if device == "cuda" else None,
+        "CPU only" if form == "direct calls" else "",
     )  # fmt: skip
 
 
@@ -89,15 +118,16 @@ def _derived(rows: list[Row], counted: StepLaunches, length: int) -> list[Row]:
     ]
 
 
-def render(rows: list[Row], *, batch: int, length: int, device: str, dtype: str) -> str:
+def render(rows: list[Row], setting: Setting) -> str:
     """Return the table as text."""
-    title = f"draft step on {device}, batch {batch}, {dtype}, loop of K={length}"
+    title = f"draft step on {setting.device}, batch {setting.batch}, {setting.dtype}, loop of K={max(setting.length, 2)}"
     table = Table(title=title, title_justify="left")
-    for column in ("form", "kernels a step", "launches a loop", "operator calls a step", "ms a step", "note"):
+    for column in ("form", "kernels a step", "launches a loop", "operator calls a step", "ms a step", "of it kernels", "note"):
         table.add_column(column, justify="left" if column in ("form", "note") else "right")
     for row in rows:
         numbers = (_number(value) for value in (row.kernels, row.launches, row.calls))
-        table.add_row(row.form, *numbers, NOT_MEASURED if row.ms is None else f"{row.ms:.3f}", row.note)
+        times = (NOT_MEASURED if value is None else f"{value:.3f}" for value in (row.ms, row.kernel_ms))
+        table.add_row(row.form, *numbers, *times, row.note)
     stream = StringIO()
     Console(file=stream, width=140, color_system=None).print(table)
     return stream.getvalue()
@@ -124,12 +154,10 @@ def report_of_run(base: Path, config: Config) -> str:
     device = pick_device(config.runtime.device)
     threads = tuned.get("threads") if device == "cpu" else None
     setup_torch(threads or config.runtime.threads or available_cores(), config.runtime.seed)
-    setting = {"batch": min(config.tune.batch_sizes), "length": max(config.tune.draft_tokens, 2), "device": device}
-    dtype = str(tuned.get("dtype") or config.target.dtype)
-    rows = report(read_spec(folder), dtype=dtype, compiled=config.tune.try_compile, **setting)  # type: ignore[arg-type]
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    text = render(rows, batch=setting["batch"], length=setting["length"], device=name, dtype=dtype)  # type: ignore[arg-type]
-    return text + kernels_line(base / "tune" / TABLE) + "\n"
+    dtype, batch = str(tuned.get("dtype") or config.target.dtype), min(config.tune.batch_sizes)
+    setting = Setting(dtype, batch, config.tune.draft_tokens, device)
+    rows = report(read_spec(folder), setting, compiled=config.tune.try_compile)
+    return render(rows, setting) + kernels_line(base / "tune" / TABLE) + "\n"
 
 
 def _tuned(path: Path) -> dict[str, Any]:

@@ -64,8 +64,8 @@ class EagleDrafter(Drafter):
     `embed` [V, H] is the target's embedding, used unless the draft has its own. `batch` rows of `max_length` tokens,
     as the engine's; a draft may write `reach` positions beyond. `compiled` runs the parts between attentions through
     torch.compile (the first calls take tens of seconds); else, with `direct`, on CPU by direct calls (`kernels.native`), for as
-    many tokens as `dispatch.using(tuned=...)` says now. `capture`: how the fused loop becomes a graph, None = never; "auto": a CUDA graph
-    on CUDA, never elsewhere.
+    many tokens as `dispatch.using(tuned=...)` says now. `capture`: how the fused loop becomes a graph, None = never; "auto": as a
+    CUDA graph where the device is CUDA.
     """
 
     def __init__(
