@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import random
 import sys
 import tempfile
 import time
@@ -91,7 +92,9 @@ def tune(
 
     space = SPACES[problem.op]
     call = space.prepare(problem, device)
-    launches = space.launches(problem)
+    default, *others = space.launches(problem)
+    random.Random(0).shuffle(others)  # noqa: S311 -- what there is time for is spread over the space
+    launches = [default, *others]
     times: dict[Any, float] = {}
     warps: dict[Any, int] = {}
     dropped: Counter[str] = Counter()
@@ -102,7 +105,7 @@ def tune(
             continue
         reports = [read(specimen) for specimen in space.specimens(problem, launch)]
         reason = why_not(reports, limits)
-        if reason in ("error", "shared memory") or (reason and launch != launches[0]):
+        if reason is not None and (launch != default or reason in ("error", "shared memory")):
             dropped[reason] += 1
             continue
         try:
@@ -115,11 +118,11 @@ def tune(
     if not times:
         return None
     best = min(times, key=times.__getitem__)
-    default = times.get(launches[0])
-    if default is not None and times[best] >= GAIN * default:
-        best = launches[0]
+    usual = times.get(default)
+    if usual is not None and times[best] >= GAIN * usual:
+        best = default
     return {
-        **write_row(problem, best), **asdict(stamp), "median_ms": times[best], "default_ms": default, "launches": len(launches),
+        **write_row(problem, best), **asdict(stamp), "median_ms": times[best], "default_ms": usual, "launches": len(launches),
         "timed": len(times), "dropped": dict(dropped), "left": left, "resident_warps": warps[best],
     }  # fmt: skip
 

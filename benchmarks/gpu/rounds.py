@@ -83,7 +83,6 @@ def _random_target(lab: Lab, target: Target) -> PreTrainedModel:
 def _measured(lab: Lab, model: PreTrainedModel, network: DraftModel) -> Iterator[dict[str, Any]]:
     forms: dict[str, Capturing] = {"fused": None, "fused + graph": lab.capture}
     k, count = lab.draft_tokens, 3 if lab.dry else ROUNDS
-    network = _tapping(network, model)
     for batch in lab.batches:
         random = torch.Generator().manual_seed(0)
         prompts = torch.randint(network.spec.vocab_size, (batch, 8 if lab.dry else PROMPT), generator=random).tolist()
@@ -96,15 +95,6 @@ def _measured(lab: Lab, model: PreTrainedModel, network: DraftModel) -> Iterator
             yield {"form": form, "batch": batch, "draft_tokens": k, **_row(plain, spec, k)}
             if lab.late:
                 return
-
-
-def _tapping(network: DraftModel, model: PreTrainedModel) -> DraftModel:
-    """A random target with few layers has no deep states: any of its layers gives states of the right width."""
-    layers = model.config.num_hidden_layers
-    if max(network.spec.aux_layers) <= layers:
-        return network
-    object.__setattr__(network.spec, "aux_layers", tuple(range(network.spec.num_aux)))
-    return network
 
 
 def _generate(engine: Engine, prompts: list[list[int]], count: int, length: int) -> DecodeResult:

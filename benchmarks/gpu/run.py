@@ -71,7 +71,7 @@ def _about(lab: Lab) -> dict[str, Any]:
     return {
         "dry_run": lab.dry, "device": torch.cuda.get_device_name() if cuda else "cpu, interpreted", "machine": machine(),
         "cuda": torch.version.cuda, "versions": manifest.versions(), "commit": manifest.git_state(ROOT)["sha"],
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(["python -m benchmarks.gpu.run", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
 
 
