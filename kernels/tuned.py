@@ -73,7 +73,7 @@ class Stamp:
             triton: str | None = metadata.version("triton")
         except metadata.PackageNotFoundError:
             triton = None
-        return cls(device_name(device), torch.__version__, triton)
+        return cls(device_name(device), str(torch.__version__), triton)
 
     def difference(self, other: Mapping[str, Any]) -> str | None:
         """Return 'device A, here B' for the first thing in which a table or row differs, None where it does not."""

@@ -189,7 +189,7 @@ def tune_device(
     wanted = problems(spec, dtype, settings.batch_sizes, settings.draft_tokens)
     rows, why = tune_kernels(wanted, store, settings.kernel_minutes, tune_on(torch.device(device), stamp))
     for row in rows:
-        if row["default_ms"]:
+        if row.get("default_ms") and row.get("median_ms"):
             say(f"tune: {spaces.read_row(row)[0]}: {row['default_ms']:.4f} -> {row['median_ms']:.4f} ms")
     return table(stamp, rows, None, why)
 
