@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.decoding_run import find_run
 from benchmarks import gpu_figures
+from benchmarks.decoding_run import find_run
 from benchmarks.figures import Figure, Measured
 from eagle.bench.launches import count
 from eagle.bench.measure import spread

@@ -13,7 +13,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from rich.console import Console
 from rich.table import Table
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import dispatch, reference
+from kernels import reference
 from kernels.add_rms_norm import Launch, add_rms_norm, backward_kernel, candidates, default_launch
 from tests.kernels.compare import ULP, close
 

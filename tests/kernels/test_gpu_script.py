@@ -33,7 +33,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
     out = tmp_path_factory.mktemp("gpu") / "dry.json"
-    done = run("--dry-run", "--out", str(out), "--minutes", "0.5")
+    done = run("--dry-run", "--out", str(out), "--minutes", "4")
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text()), done.stdout, out
 

@@ -77,7 +77,8 @@ def test_a_replay_drafts_what_the_loop_does_and_touches_no_other_row(drafter):
             got = graphed.draft(*inputs(drafter, rows, length))
             assert torch.equal(got, want)
             for part, after in zip(drafter.store.memory, written, strict=True):
-                assert torch.equal(part, after)  # rows that fill the bucket up wrote nothing
+                torch.testing.assert_close(part, after)  # not to the bit: products of other numbers of rows round otherwise
+                assert torch.equal(part == 0, after == 0)  # rows that fill the bucket up wrote nothing
         assert capture.shapes == [(4, 3), (1, 2), (6, 3)]  # two of the five found their graph
         assert capture.replays == 5
         assert graphed.captured == [(1, 2), (4, 3), (6, 3)]

@@ -220,16 +220,15 @@ def test_spaces_are_pruned_by_what_the_compiled_kernels_take(tmp_path):
     """The command, without a GPU: registers and shared memory are read from the machine code for sm_90."""
     out = tmp_path / "rows.json"
     base = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "kernels.autotune", "--op", "silu_mul", "--op", "add_rms_norm", "--json", str(out)]
+    command = [sys.executable, "-m", "kernels.autotune", "--op", "rejection", "--json", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=base, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    rows = {row["op"]: row for row in json.loads(out.read_text())["rows"]}
-    norm = rows["add_rms_norm"]
-    assert norm["dropped"].get("spills", 0) + norm["dropped"].get("occupancy", 0) > 0  # a row of 4,096 in too few warps
-    assert norm["kept"] > 1
-    for row in rows.values():
-        assert row["kept"] + sum(row["dropped"].values()) == row["launches"]
-        assert "error" not in row["dropped"]
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["op"] == "rejection"
+    assert row["dropped"]["spills"] > 0  # 8,192 float64 weights in 4 warps are more than their registers hold
+    assert row["kept"] > 1
+    assert row["kept"] + sum(row["dropped"].values()) == row["launches"]
+    assert "error" not in row["dropped"]
     assert "launches kept" in done.stdout
 
 
