@@ -23,6 +23,7 @@ import torch
 TABLE = "kernels.json"
 PLACE = Path(__file__).resolve().parent
 Key = tuple[str, tuple[int, ...], str]  # operation, shape, dtype without 'torch.'
+Device = str | torch.device
 log = logging.getLogger(__name__)
 
 
@@ -67,7 +68,7 @@ class Stamp:
     triton: str | None
 
     @classmethod
-    def here(cls, device: str | torch.device) -> Stamp:
+    def here(cls, device: Device) -> Stamp:
         """Return the stamp of `device` and of the packages that are installed."""
         try:
             triton: str | None = metadata.version("triton")
@@ -83,7 +84,7 @@ class Stamp:
         return None
 
 
-def device_name(device: str | torch.device) -> str:
+def device_name(device: Device) -> str:
     """Return the name that tuned numbers are keyed by: the GPU's, or the processor's."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -115,7 +116,7 @@ def launches_of(rows: Iterable[Mapping[str, Any]], stamp: Stamp) -> Launches:
     return Launches(entries)
 
 
-def read_table(path: Path, device: str | torch.device) -> Tuned:
+def read_table(path: Path, device: Device) -> Tuned:
     """Return what the table at `path` says of `device`: the defaults where there is no table or it is another device's.
 
     A damaged table, and one of another device or version, is said in one line of the log.

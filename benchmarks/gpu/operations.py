@@ -56,8 +56,8 @@ def checks(spec: DraftSpec, dtype: str, rows: int, device: str) -> Iterator[Chec
 
 
 def _norm_gradient(x: Tensor, residual: Tensor, weight: Tensor, grads: Tensors) -> Tensors:
-    inputs = [tensor.detach().requires_grad_() for tensor in (x, residual, weight)]
-    return torch.autograd.grad(dispatch.add_rms_norm(*inputs, EPS), inputs, grads)
+    x, residual, weight = (tensor.detach().requires_grad_() for tensor in (x, residual, weight))
+    return torch.autograd.grad(dispatch.add_rms_norm(x, residual, weight, EPS), (x, residual, weight), grads)
 
 
 def _silu_gradient(joined: Tensor, grad: Tensor) -> Tensors:

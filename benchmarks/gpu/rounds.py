@@ -68,7 +68,6 @@ def _random_target(lab: Lab, target: Target) -> PreTrainedModel:
         hidden_size=spec.target_hidden_size, num_hidden_layers=target.layers, num_attention_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads, head_dim=spec.head_dim, intermediate_size=spec.intermediate_size,
         vocab_size=spec.vocab_size, max_position_embeddings=spec.max_position_embeddings, tie_word_embeddings=False,
-        attn_implementation="sdpa",
     )  # fmt: skip
     before = torch.get_default_dtype()
     torch.set_default_dtype(FLOATS[lab.dtype])

@@ -94,7 +94,8 @@ def render(result: dict[str, Any]) -> str:
     note = " - a dry run on CPU: these numbers mean nothing" if result["dry_run"] else ""
     console.print(f"{result['device']}, {result['date']}{note}", highlight=False, markup=False)
     for name, section in result["sections"].items():
-        table = Table(title=name if section["complete"] else f"{name} (cut short)", title_justify="left")
+        console.print(name if section["complete"] else f"{name} (cut short by its share of the time)")
+        table = Table()
         for column in COLUMNS[name]:
             table.add_column(column)
         for row in section["rows"]:

@@ -14,7 +14,7 @@ from benchmarks.gpu import operations, rivals
 from benchmarks.gpu.lab import Lab
 from eagle.bench.draft_forms import Form, random_network
 from eagle.bench.kernel_tuning import problems
-from eagle.bench.launch_report import measure_form
+from eagle.bench.launch_report import REPEATS, measure_form
 from eagle.bench.profiling import wall_seconds
 from kernels import autotune, dispatch, spaces
 from kernels.spaces import SPACES, Problem
@@ -62,7 +62,10 @@ def launches(lab: Lab) -> Iterator[Row]:
     forms: list[Form] = ["eager torch", "engine without kernels", "fused", "fused + graph"]
     for batch in lab.batches:
         for form in forms if lab.dry else [*forms, "torch.compile"]:
-            row = measure_form(form, network, batch, lab.draft_tokens, lab.device, kernels=lab.backend, capture=lab.capture)
+            row = measure_form(
+                form, network, batch, lab.draft_tokens, lab.device, kernels=lab.backend, capture=lab.capture,
+                repeats=1 if lab.dry else REPEATS,
+            )  # fmt: skip
             timed = row.ms is not None and row.kernel_ms is not None
             overhead = max(row.ms - row.kernel_ms, 0.0) if timed else None  # type: ignore[operator]
             yield {"batch": batch, "draft_layers": lab.spec.num_layers, **asdict(row), "overhead_ms": overhead}

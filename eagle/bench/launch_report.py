@@ -83,14 +83,14 @@ def _compiled(network: DraftModel, batch: int, length: int, device: str, wanted:
 
 def measure_form(
     form: Form, network: DraftModel, batch: int, length: int, device: str, *, kernels: Backend = "auto",
-    capture: Capture | Literal["auto"] = "auto",
+    capture: Capture | Literal["auto"] = "auto", repeats: int = REPEATS,
 ) -> Row:  # fmt: skip
     """Return the row of one form, from torch's profiler and the clock. `length`: 2 at least; the rest as in `draft_loop`."""
     with draft_loop(form, network, batch, length, kernels=kernels, capture=capture) as loop:
         for tokens in (1, length):
             loop(tokens)  # compiles, captures and allocates
-        one, all_ = (profile(partial(loop, tokens), device) for tokens in (1, length))
-        short, long = (wall_seconds(partial(loop, tokens), device, REPEATS) for tokens in (1, length))
+        one, all_ = (profile(partial(loop, tokens), device, min(repeats, 3)) for tokens in (1, length))
+        short, long = (wall_seconds(partial(loop, tokens), device, repeats) for tokens in (1, length))
     steps = length - 1
     return Row(
         form, (all_.kernels - one.kernels) / steps, all_.launches, (all_.calls - one.calls) / steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -30,6 +31,7 @@ class Profile:
 def profile(call: Callable[[], Any], device: str | torch.device, repeats: int = 3) -> Profile:
     """Return the mean profile of `call`, which has run before (nothing is compiled inside)."""
     cuda = torch.device(device).type == "cuda"
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes two lines of its own to stderr each time
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with torch.profiler.profile(activities=activities) as found:
         for _ in range(repeats):

@@ -41,7 +41,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, 
 def test_the_dry_run_goes_through_all_sections(dry):
     result, text, out = dry
     assert result["dry_run"] is True
-    assert tuple(result["sections"]) == SECTIONS
+    assert sorted(result["sections"]) == sorted(SECTIONS)
     for name in SECTIONS:
         assert result["sections"][name]["rows"], name
         assert name in text
@@ -110,7 +110,7 @@ def test_a_section_without_time_keeps_what_is_done(tmp_path):
     assert second["complete"] is True
     written = manifest.read_json(out)
     assert written["sections"]["copy"]["rows"][0]["gb_s"] == "inf"
-    assert "copy (cut short)" in script.render(written)
+    assert "copy (cut short by its share of the time)" in script.render(written)
 
 
 def test_a_wrong_kernel_would_be_seen():

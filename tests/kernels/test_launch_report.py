@@ -118,7 +118,7 @@ def test_with_a_gpu_all_is_read_from_the_profiler(monkeypatch):
     """With a stand-in for the profiler: a step is the difference between a long and a short draft."""
     seen = iter([Profile(100, 40, 40, 100.0), Profile(300, 122, 122, 500.0)])
     clock = iter([0.001, 0.005])
-    monkeypatch.setattr(launch_report, "profile", lambda call, device: next(seen))
+    monkeypatch.setattr(launch_report, "profile", lambda call, device, repeats: next(seen))
     monkeypatch.setattr(launch_report, "wall_seconds", lambda call, device, repeats: next(clock))
     network = random_network(SMALL, "float32", "cpu")
     monkeypatch.setattr(launch_report, "draft_loop", lambda form, *given, **options: draft_loop(form, *given))
