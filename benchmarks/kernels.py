@@ -1,4 +1,4 @@
-"""Figures F4.x of the kernels that need no GPU: launches of a draft step, spills on sm_90, the CPU's draft step, test time."""
+"""Figures F4.x of the kernels: launches of a draft step, spills on sm_90, the CPU's step, test time; a GPU's are read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import gpu_figures
 from benchmarks.decoding_run import find_run
 from benchmarks.figures import Figure, Measured
 from eagle.bench.launches import count
@@ -109,6 +110,7 @@ def direct_draft_step() -> Measured:
 
 FIGURES = [
     Figure("F4.1", "kernel launches per 4-layer draft step, fused against eager torch", "x", "<=", 0.60, launches),
+    *gpu_figures.FIGURES,
     Figure("F4.5", "spills of all kernels compiled for sm_90", "bytes", "<=", 0, spills),
     Figure(
         "F4.6", "CPU: draft step by direct calls against torch's operations, batch 1", "x", ">=", 1.5, direct_draft_step,

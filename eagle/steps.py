@@ -75,6 +75,10 @@ class Step:
 
 _MODEL = ("eagle/draft", "eagle/target", "kernels")
 _ROWS = "eagle/dataset/read.py"
+_TUNE = tuple(
+    f"eagle/bench/{name}.py"
+    for name in ("tune", "launches", "launch_report", "draft_forms", "profiling", "kernel_tuning", "direct_tuning")
+)
 _TRAIN = (
     *_MODEL,
     _ROWS,
@@ -100,10 +104,10 @@ STEPS: dict[str, Step] = {
         Step("policy", "eagle.train.policy:run", ("target", "policy", *_POLICY_READS), ("dataset", "distill"),
              (*_TRAIN, *(f"eagle/train/{name}.py" for name in _POLICY_CODE))),
         Step("tune", "eagle.bench.tune:run", ("target", "tune"), ("policy",),
-             ("eagle/bench/tune.py", "eagle/bench/launches.py", "eagle/decode", *_MODEL)),
+             (*_TUNE, "eagle/decode", *_MODEL)),
         Step("bench", "eagle.bench.step:run", ("target", "bench", "control"), ("dataset", "policy", "tune"),
              ("eagle/bench", "eagle/decode", _ROWS, *_MODEL)),
-        Step("bundle", "eagle.bundle.step:run", ("target", "vllm", "bundle"), ("dataset", "policy", "bench"),
+        Step("bundle", "eagle.bundle.step:run", ("target", "vllm", "bundle"), ("dataset", "policy", "tune", "bench"),
              ("eagle/bundle", "eagle/bench/measure.py", "eagle/decode", "eagle/serve", _ROWS, *_MODEL)),
         Step("register", "eagle.registry.step:run", ("target", "register"), ("dataset", "distill", "policy", "bench", "bundle"),
              ("eagle/registry", "eagle/bundle", "eagle/serve", "eagle/target")),

@@ -115,20 +115,21 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 
 def specimens() -> list[Specimen]:
     """Return what `aot` compiles: both kernels at a small and a large hidden size, in float32 and bfloat16."""
+    sizes = [(hidden, short) for hidden in (576, 4096, 8192) for short in ("fp32", "bf16")]
+    return [specimen for hidden, short in sizes for specimen in specimens_of(hidden, short, default_launch(hidden))]
+
+
+def specimens_of(hidden: int, short: str, launch: Launch) -> list[Specimen]:
+    """Return both kernels for rows of `hidden` numbers of Triton's type `short` ('bf16'), as `launch` compiles them."""
     forward = ("x_ptr", "residual_ptr", "weight_ptr", "normed_ptr", "total_ptr")
     backward = ("total_ptr", "weight_ptr", "grad_normed_ptr", "grad_total_ptr", "grad_sum_ptr")
-    found = []
-    for hidden in (576, 4096, 8192):
-        for short in ("fp32", "bf16"):
-            launch = default_launch(hidden)
-            constants = {"ROWS": launch.rows, "BLOCK": triton.next_power_of_2(hidden)}
-            types = {name: f"*{short}" for name in forward} | {"scale_ptr": "*fp32", "rows": "i32", "hidden": "i32", "eps": "fp32"}
-            found.append(Specimen(forward_kernel, hidden, short, types, constants | {"HAS_RESIDUAL": True}, launch.num_warps))
-            types = {name: f"*{short}" for name in backward} | {
-                "scale_ptr": "*fp32", "grad_weight_ptr": "*fp32", "rows": "i32", "hidden": "i32"
-            }  # fmt: skip
-            found.append(Specimen(backward_kernel, hidden, short, types, constants | {"HAS_TOTAL": True}, launch.num_warps))
-    return found
+    constants, sizes = {"ROWS": launch.rows, "BLOCK": triton.next_power_of_2(hidden)}, {"rows": "i32", "hidden": "i32"}
+    types = dict.fromkeys(forward, f"*{short}") | {"scale_ptr": "*fp32", "eps": "fp32"} | sizes
+    grads = dict.fromkeys(backward, f"*{short}") | {"scale_ptr": "*fp32", "grad_weight_ptr": "*fp32"} | sizes
+    return [
+        Specimen(forward_kernel, hidden, short, types, constants | {"HAS_RESIDUAL": True}, launch.num_warps),
+        Specimen(backward_kernel, hidden, short, grads, constants | {"HAS_TOTAL": True}, launch.num_warps),
+    ]
 
 
 def supports(x: Tensor, residual: Tensor | None, weight: Tensor) -> str | None:

@@ -47,6 +47,7 @@ class Specimen:
     constants: dict[str, Any]
     num_warps: int
     aligned: tuple[str, ...] = ("hidden",)
+    num_stages: int = 3  # of loads before a product; Triton's own default
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def compile_specimen(op: str, specimen: Specimen, target: int) -> Report:
     head = (op, specimen.kernel.__name__, target, specimen.hidden, specimen.dtype, specimen.num_warps)
     try:
         source = ASTSource(fn=specimen.kernel, signature=signature, constexprs=specimen.constants, attrs=aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options={"num_warps": specimen.num_warps})
+        options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages}
+        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
         registers, stack, local = resource_usage(compiled.asm["cubin"])
         version = re.search(r"^\.version (\S+)", compiled.asm["ptx"], re.MULTILINE)
     except Exception as error:  # noqa: BLE001 - the compiler raises many types; the row says which

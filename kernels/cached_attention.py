@@ -14,7 +14,7 @@ only the softmax weights are then rounded, to 11 bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -31,11 +31,21 @@ MAX_SPLITS = 16
 
 @dataclass(frozen=True)
 class Launch:
-    """Positions a program looks at at a time (a power of two, 16 at least), programs a row and key head, warps a program."""
+    """Positions a program looks at at a time (a power of two, 16 at least), programs a row and key head, warps a program, stages
+    of loads in flight."""
 
     block: int
     splits: int
     num_warps: int
+    num_stages: int = 3
+
+
+def fitted(launch: Launch, capacity: int) -> Launch:
+    """Return a launch that was tuned at a long cache for one of `capacity` positions: splits of 512 positions at least."""
+    splits = launch.splits
+    while splits > 1 and capacity < 512 * splits:
+        splits //= 2
+    return replace(launch, splits=splits)
 
 
 def default_launch(programs: int, capacity: int, itemsize: int) -> Launch:
@@ -124,22 +134,31 @@ def specimens() -> list[Specimen]:
     """Return what `aot` compiles: head sizes 64, 80 and 128 in float32 and bfloat16, in one piece and split."""
     found = []
     for width in (64, 80, 128):
-        dim = triton.next_power_of_2(width)
-        for short, precision, size in (("fp32", "ieee", 4), ("bf16", "tf32", 2)):
+        for short, size in (("fp32", 4), ("bf16", 2)):
             launch = default_launch(1, 4096, size)
-            for single in (True, False):
-                types = dict.fromkeys(("q_ptr", "key_ptr", "value_ptr", "out_ptr"), f"*{short}")
-                types |= {"table_ptr": "*i32", "position_ptr": "*i64", "scale": "fp32"}
-                types |= {"partial_ptr": "*fp32", "state_ptr": "*fp32"}
-                types |= dict.fromkeys(("step", "table_stride", "pages", "page", "heads", "kv", "width"), "i32")
-                constants = {"GROUP": 16, "DIM": dim, "BLOCK": launch.block, "SINGLE": single, "PRECISION": precision}
-                warps = launch.num_warps
-                found.append(Specimen(cached_attention_kernel, width, short, types, constants, warps, aligned=("page", "width")))
-            types = {"partial_ptr": "*fp32", "state_ptr": "*fp32", "position_ptr": "*i64", "out_ptr": f"*{short}"}
-            types |= dict.fromkeys(("step", "capacity", "heads", "splits", "width"), "i32")
-            constants = {"SPLITS": MAX_SPLITS, "DIM": dim}
-            found.append(Specimen(merge_kernel, width, short, types, constants, 4, aligned=("width",)))
+            found += [specimens_of(width, short, replace(launch, splits=1))[0], *specimens_of(width, short, launch)]
     return found
+
+
+def specimens_of(width: int, short: str, launch: Launch, group: int = 1) -> list[Specimen]:
+    """Return the kernel, and the merge where it is split, for `group` query heads a key head, of type `short` ('bf16')."""
+    dim = max(16, triton.next_power_of_2(width))
+    types = dict.fromkeys(("q_ptr", "key_ptr", "value_ptr", "out_ptr"), f"*{short}")
+    types |= {"table_ptr": "*i32", "position_ptr": "*i64", "scale": "fp32", "partial_ptr": "*fp32", "state_ptr": "*fp32"}
+    types |= dict.fromkeys(("step", "table_stride", "pages", "page", "heads", "kv", "width"), "i32")
+    constants = {
+        "GROUP": max(16, triton.next_power_of_2(group)), "DIM": dim, "BLOCK": launch.block, "SINGLE": launch.splits == 1,
+        "PRECISION": "ieee" if short == "fp32" else "tf32",
+    }  # fmt: skip
+    attention = Specimen(
+        cached_attention_kernel, width, short, types, constants, launch.num_warps, ("page", "width"), launch.num_stages
+    )
+    if launch.splits == 1:
+        return [attention]
+    types = {"partial_ptr": "*fp32", "state_ptr": "*fp32", "position_ptr": "*i64", "out_ptr": f"*{short}"}
+    types |= dict.fromkeys(("step", "capacity", "heads", "splits", "width"), "i32")
+    merged = Specimen(merge_kernel, width, short, types, {"SPLITS": MAX_SPLITS, "DIM": dim}, 4, aligned=("width",))
+    return [attention, merged]
 
 
 def supports(q: Tensor, keys: Tensor) -> str | None:
@@ -187,7 +206,8 @@ def cached_attention(
         cached_attention_kernel, (rows, kv, launch.splits), q, keys, values, table, positions, out, partial, state,
         step, table.stride(0), table.shape[1], page, heads, kv, width, scale,
         GROUP=max(16, triton.next_power_of_2(heads // kv)), DIM=dim, BLOCK=launch.block, SINGLE=launch.splits == 1,
-        PRECISION="ieee" if torch.float32 in (q.dtype, keys.dtype, values.dtype) else "tf32", num_warps=launch.num_warps,
+        PRECISION="ieee" if torch.float32 in (q.dtype, keys.dtype, values.dtype) else "tf32",
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if launch.splits > 1:
         launching.launch(

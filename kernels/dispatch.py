@@ -15,20 +15,18 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kernels import eager, reference
-
-if TYPE_CHECKING:
-    from kernels.add_rms_norm import Launch
+from kernels.tuned import Tuned
 
 Backend = Literal["auto", "reference", "triton"]
 VARIABLE = "EAGLE_KERNELS"
@@ -37,10 +35,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """What `using` sets: the backend, and tuned launches by (operation, hidden size, dtype of x without 'torch.')."""
+    """What `using` sets: the backend, and what was tuned for this device."""
 
     backend: Backend = "auto"
-    launches: Mapping[tuple[str, int, str], Launch] = field(default_factory=dict)
+    tuned: Tuned = field(default_factory=Tuned)
 
 
 def _initial() -> Settings:
@@ -58,15 +56,13 @@ _settings: ContextVar[Settings] = ContextVar("kernels.settings", default=_initia
 
 
 @contextmanager
-def using(
-    *, backend: Backend | None = None, launches: Mapping[tuple[str, int, str], Launch] | None = None
-) -> Iterator[Settings]:
-    """Set the backend and/or the tuned launches within a `with` block; what is None stays as it was."""
+def using(*, backend: Backend | None = None, tuned: Tuned | None = None) -> Iterator[Settings]:
+    """Set the backend and/or what was tuned (`kernels.tuned.read_table`) within a `with` block; what is None stays as it was."""
     settings = _settings.get()
     if backend is not None:
         settings = replace(settings, backend=_backend(backend, "backend"))
-    if launches is not None:
-        settings = replace(settings, launches=dict(launches))
+    if tuned is not None:
+        settings = replace(settings, tuned=tuned)
     token = _settings.set(settings)
     try:
         yield settings
@@ -77,6 +73,16 @@ def using(
 def backend() -> Backend:
     """Return the backend that is set here (this thread or task)."""
     return _settings.get().backend
+
+
+def tuned() -> Tuned:
+    """Return what was tuned for this device, as far as it is set here (this thread or task)."""
+    return _settings.get().tuned
+
+
+def launch_of(op: str, shape: tuple[int, ...], tensor: Tensor, rows: int) -> Any | None:
+    """Return the tuned launch of operation `op` (`kernels.spaces`) for tensors like `tensor`; None: the kernel's default."""
+    return _settings.get().tuned.launches.find(op, shape, tensor.dtype, rows)
 
 
 def add_rms_norm(
@@ -91,7 +97,8 @@ def add_rms_norm(
         return reference.add_rms_norm(x, residual, weight, eps)
     kernel = kernel_for("add_rms_norm", x, lambda module: module.supports(x, residual, weight), backend)
     if kernel is not None:
-        launch = _settings.get().launches.get(("add_rms_norm", x.shape[-1], str(x.dtype).removeprefix("torch.")))
+        hidden = x.shape[-1]
+        launch = launch_of("add_rms_norm", (hidden,), x, x.shape[:-1].numel())
         result: tuple[Tensor, Tensor] = kernel.add_rms_norm(x, residual, weight, eps, launch=launch)
         return result
     return eager.add_rms_norm(x, residual, weight, eps)
@@ -108,7 +115,11 @@ def rejection(
     """
     kernel = kernel_for("rejection", p, lambda module: module.supports(draft, q_chosen, q, p), backend)
     if kernel is not None:
-        result: tuple[Tensor, Tensor] = kernel.rejection(draft, q_chosen, q, p, ids, accept_uniform, token_uniform)
+        vocab = p.shape[2]
+        launch = launch_of("rejection", (vocab, vocab if ids is None else len(ids)), p, len(draft))
+        result: tuple[Tensor, Tensor] = kernel.rejection(
+            draft, q_chosen, q, p, ids, accept_uniform, token_uniform, launch=launch
+        )
         return result
     return eager.rejection(draft, q_chosen, q, p, ids, accept_uniform, token_uniform)
 
@@ -118,22 +129,32 @@ def input_norm(
 ) -> tuple[Tensor, Tensor]:
     """The input (y [N, 2H], residual [N, H]) of a draft's first layer; see `reference.input_norm`. No gradient."""
     kernel = kernel_for("input_norm", hidden, lambda module: module.supports(embed, hidden, embed_weight, hidden_weight))
-    form = reference if kernel is None else kernel
-    result: tuple[Tensor, Tensor] = form.input_norm(tokens, embed, hidden, embed_weight, hidden_weight, eps, normed_residual)
+    arguments = (tokens, embed, hidden, embed_weight, hidden_weight, eps, normed_residual)
+    if kernel is None:
+        return reference.input_norm(*arguments)
+    launch = launch_of("input_norm", (hidden.shape[1],), hidden, len(hidden))
+    result: tuple[Tensor, Tensor] = kernel.input_norm(*arguments, launch=launch)
     return result
 
 
 def feature_norms(features: Tensor, weights: Tensor, eps: float) -> Tensor:
     """Each of A tapped states normed by its own weight, [..., A*H]; see `reference.feature_norms`. No gradient."""
     kernel = kernel_for("input_norm", features, lambda module: module.supports(features, weights))
-    result: Tensor = (reference if kernel is None else kernel).feature_norms(features, weights, eps)
+    if kernel is None:
+        return reference.feature_norms(features, weights, eps)
+    parts, hidden = weights.shape
+    launch = launch_of("feature_norms", (hidden, parts), features, features.shape[:-1].numel())
+    result: Tensor = kernel.feature_norms(features, weights, eps, launch=launch)
     return result
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [..., 2I], gate first; see `reference.silu_mul`. Differentiable once."""
     kernel = kernel_for("silu_mul", gate_up, lambda module: module.supports(gate_up))
-    result: Tensor = (reference if kernel is None else kernel).silu_mul(gate_up)
+    if kernel is None:
+        return reference.silu_mul(gate_up)
+    launch = launch_of("silu_mul", (gate_up.shape[-1] // 2,), gate_up, gate_up.shape[:-1].numel())
+    result: Tensor = kernel.silu_mul(gate_up, launch=launch)
     return result
 
 
@@ -144,7 +165,8 @@ def rope_cache(
     kernel = kernel_for("rope_cache", qkv, lambda module: module.supports(qkv, keys))
     if kernel is None:
         return reference.rope_cache(qkv, cos, sin, positions + step, keys, values, table, heads)
-    result: Tensor = kernel.rope_cache(qkv, cos, sin, positions, keys, values, table, heads, step)
+    launch = launch_of("rope_cache", (heads, keys.shape[2], keys.shape[3]), qkv, len(qkv))
+    result: Tensor = kernel.rope_cache(qkv, cos, sin, positions, keys, values, table, heads, step, launch=launch)
     return result
 
 
@@ -155,7 +177,10 @@ def cached_attention(
     kernel = kernel_for("cached_attention", q, lambda module: module.supports(q, keys))
     if kernel is None:
         return reference.cached_attention(q, keys, values, table, positions + step, scale)
-    result: Tensor = kernel.cached_attention(q, keys, values, table, positions, scale, step)
+    launch = launch_of("cached_attention", (q.shape[1], keys.shape[2], q.shape[2]), q, len(q))
+    if launch is not None:
+        launch = kernel.fitted(launch, table.shape[1] * keys.shape[1])
+    result: Tensor = kernel.cached_attention(q, keys, values, table, positions, scale, step, launch=launch)
     return result
 
 
@@ -168,7 +193,11 @@ def sample_head(
     if kernel is None:
         token, log_q = reference.sample_head(x, weight, ids, temperature, seeds, positions + step)
         return out.copy_(token), log_q
-    result: tuple[Tensor, Tensor | None] = kernel.sample_head(x, weight, ids, temperature, seeds, positions, step, out=out)
+    # only the greedy form is tuned: drawing takes other registers
+    launch = launch_of("sample_head", (x.shape[1], len(weight)), x, len(x)) if temperature is None else None
+    result: tuple[Tensor, Tensor | None] = kernel.sample_head(
+        x, weight, ids, temperature, seeds, positions, step, out=out, launch=launch
+    )
     return result
 
 

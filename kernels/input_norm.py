@@ -16,6 +16,8 @@ Decoding only: training keeps `add_rms_norm`, which has a gradient.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -28,9 +30,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HIDDEN = 16384
 
 
-def num_warps(hidden: int) -> int:
-    """Return the warps a program: 16 numbers a thread, 64 at the widest."""
-    return min(8, max(1, triton.next_power_of_2(hidden) // 512))
+@dataclass(frozen=True)
+class Launch:
+    """Warps a program."""
+
+    num_warps: int
+
+
+def default_launch(hidden: int) -> Launch:
+    """Return the launch used where nothing was tuned: 16 numbers a thread, 64 at the widest."""
+    return Launch(min(8, max(1, triton.next_power_of_2(hidden) // 512)))
 
 
 @triton.jit
@@ -79,17 +88,21 @@ def feature_norms_kernel(x_ptr, weight_ptr, normed_ptr, hidden, eps, BLOCK: tl.c
 
 def specimens() -> list[Specimen]:
     """Return what `aot` compiles: both kernels at a small and a large hidden size, in float32 and bfloat16."""
+    sizes = [(hidden, short) for hidden in (576, 4096, 8192) for short in ("fp32", "bf16")]
+    return [specimen for hidden, short in sizes for specimen in specimens_of(hidden, short, default_launch(hidden))]
+
+
+def specimens_of(hidden: int, short: str, launch: Launch) -> list[Specimen]:
+    """Return both kernels for rows of `hidden` numbers of Triton's type `short` ('bf16'), as `launch` compiles them."""
     floats = ("embed_ptr", "hidden_ptr", "embed_weight_ptr", "hidden_weight_ptr", "joined_ptr", "residual_ptr")
-    found = []
-    for hidden in (576, 4096, 8192):
-        for short in ("fp32", "bf16"):
-            block, warps = triton.next_power_of_2(hidden), num_warps(hidden)
-            types = dict.fromkeys(floats, f"*{short}") | {"token_ptr": "*i64", "eps": "fp32"}
-            types |= dict.fromkeys(("token_stride", "vocab", "hidden"), "i32")
-            found.append(Specimen(input_norm_kernel, hidden, short, types, {"RESIDUAL": True, "BLOCK": block}, warps))
-            types = dict.fromkeys(("x_ptr", "weight_ptr", "normed_ptr"), f"*{short}") | {"hidden": "i32", "eps": "fp32"}
-            found.append(Specimen(feature_norms_kernel, hidden, short, types, {"BLOCK": block}, warps))
-    return found
+    block, warps = triton.next_power_of_2(hidden), launch.num_warps
+    types = dict.fromkeys(floats, f"*{short}") | {"token_ptr": "*i64", "eps": "fp32"}
+    types |= dict.fromkeys(("token_stride", "vocab", "hidden"), "i32")
+    parts = dict.fromkeys(("x_ptr", "weight_ptr", "normed_ptr"), f"*{short}") | {"hidden": "i32", "eps": "fp32"}
+    return [
+        Specimen(input_norm_kernel, hidden, short, types, {"RESIDUAL": True, "BLOCK": block}, warps),
+        Specimen(feature_norms_kernel, hidden, short, parts, {"BLOCK": block}, warps),
+    ]
 
 
 def supports(*tensors: Tensor) -> str | None:
@@ -102,8 +115,9 @@ def supports(*tensors: Tensor) -> str | None:
 
 
 def input_norm(
-    tokens: Tensor, embed: Tensor, hidden: Tensor, embed_weight: Tensor, hidden_weight: Tensor, eps: float, normed_residual: bool
-) -> tuple[Tensor, Tensor]:
+    tokens: Tensor, embed: Tensor, hidden: Tensor, embed_weight: Tensor, hidden_weight: Tensor, eps: float, normed_residual: bool,
+    *, launch: Launch | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Same contract as `reference.input_norm`, on CUDA tensors (or CPU tensors in Triton's interpreter); no gradient.
 
     tokens [N] may have any stride. A token outside of the vocabulary gives NaN, where the oracle raises.
@@ -121,12 +135,12 @@ def input_norm(
         launching.launch(
             input_norm_kernel, (rows, 2), tokens, embed.contiguous(), hidden.contiguous(), embed_weight.contiguous(),
             hidden_weight.contiguous(), joined, residual, tokens.stride(0), len(embed), width, eps,
-            RESIDUAL=normed_residual, BLOCK=triton.next_power_of_2(width), num_warps=num_warps(width),
+            RESIDUAL=normed_residual, BLOCK=triton.next_power_of_2(width), num_warps=(launch or default_launch(width)).num_warps,
         )  # fmt: skip
     return joined, residual
 
 
-def feature_norms(features: Tensor, weights: Tensor, eps: float) -> Tensor:
+def feature_norms(features: Tensor, weights: Tensor, eps: float, *, launch: Launch | None = None) -> Tensor:
     """Same contract as `reference.feature_norms`, on CUDA tensors (or CPU tensors in Triton's interpreter); no gradient.
 
     Raises ValueError for a dtype or shape that the kernel does not take.
@@ -142,6 +156,6 @@ def feature_norms(features: Tensor, weights: Tensor, eps: float) -> Tensor:
     if features.numel():
         launching.launch(
             feature_norms_kernel, (features.numel() // weights.numel(), parts), features, weights.contiguous(), out, width, eps,
-            BLOCK=triton.next_power_of_2(width), num_warps=num_warps(width),
+            BLOCK=triton.next_power_of_2(width), num_warps=(launch or default_launch(width)).num_warps,
         )  # fmt: skip
     return out

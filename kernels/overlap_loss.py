@@ -14,6 +14,7 @@ The formulas of eagle/train/objectives.py (`dense_terms`): Leviathan et al. 2023
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ from kernels.aot import Specimen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK, NUM_WARPS = 2048, 8
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Numbers of a row that a program looks at at a time (a power of two), and its warps."""
+
+    block: int = BLOCK
+    num_warps: int = NUM_WARPS
 
 
 @triton.jit
@@ -88,13 +97,17 @@ def overlap_backward_kernel(  # type: ignore[no-untyped-def]
 
 def specimens() -> list[Specimen]:
     """Return what `aot` compiles: both kernels for float32 and bfloat16 logits."""
+    return [specimen for short in ("fp32", "bf16") for specimen in specimens_of(32000, short, Launch())]
+
+
+def specimens_of(vocab: int, short: str, launch: Launch) -> list[Specimen]:
+    """Return both kernels for `vocab` logits a row of Triton's type `short` ('bf16'), as `launch` compiles them."""
     found = []
     sums = ("alpha_ptr", "entropy_ptr", "norm_ptr", "mass_ptr", "gain_ptr", "grad_alpha_ptr", "grad_entropy_ptr", "prob_ptr")
-    for short in ("fp32", "bf16"):
-        for kernel in (overlap_kernel, overlap_backward_kernel):
-            types = {name: "*fp32" for name in sums if name in kernel.arg_names} | {"logit_ptr": f"*{short}", "vocab": "i32"}
-            types |= {"grad_ptr": f"*{short}"} if "grad_ptr" in kernel.arg_names else {}
-            found.append(Specimen(kernel, 32000, short, types, {"BLOCK": BLOCK}, NUM_WARPS, aligned=("vocab",)))
+    for kernel in (overlap_kernel, overlap_backward_kernel):
+        types = {name: "*fp32" for name in sums if name in kernel.arg_names} | {"logit_ptr": f"*{short}", "vocab": "i32"}
+        types |= {"grad_ptr": f"*{short}"} if "grad_ptr" in kernel.arg_names else {}
+        found.append(Specimen(kernel, vocab, short, types, {"BLOCK": launch.block}, launch.num_warps, aligned=("vocab",)))
     return found
 
 
@@ -106,7 +119,7 @@ def supports(logits: Tensor, prob: Tensor) -> str | None:
     return None
 
 
-def dense_terms(logits: Tensor, prob: Tensor) -> tuple[Tensor, Tensor]:
+def dense_terms(logits: Tensor, prob: Tensor, *, launch: Launch | None = None) -> tuple[Tensor, Tensor]:
     """Same contract as `reference.dense_terms`, on CUDA tensors (or CPU tensors in the interpreter); both results float32.
 
     Differentiable once, in logits; at a tie q = p the side w = 0. Raises ValueError for what the kernel does not take.
@@ -116,7 +129,7 @@ def dense_terms(logits: Tensor, prob: Tensor) -> tuple[Tensor, Tensor]:
         reason = f"logits are {tuple(logits.shape)}, prob {tuple(prob.shape)}"
     if reason is not None:
         raise ValueError(f"dense_terms: {reason}")
-    alpha, entropy = _DenseTerms.apply(logits, prob)
+    alpha, entropy = _DenseTerms.apply(logits, prob, launch or Launch())
     return alpha, entropy
 
 
@@ -124,26 +137,29 @@ class _DenseTerms(torch.autograd.Function):
     """(overlap, soft cross-entropy) [N] of logits and prob [N, V]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, prob: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, prob: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
         logits, prob = logits.contiguous(), prob.contiguous()
         rows, vocab = logits.shape
         alpha, entropy, norm, mass, gain = torch.empty(5, rows, dtype=torch.float32, device=logits.device).unbind(0)
         if rows:
             launching.launch(
-                overlap_kernel, (rows,), logits, prob, alpha, entropy, norm, mass, gain, vocab, BLOCK=BLOCK, num_warps=NUM_WARPS
-            )
+                overlap_kernel, (rows,), logits, prob, alpha, entropy, norm, mass, gain, vocab,
+                BLOCK=launch.block, num_warps=launch.num_warps,
+            )  # fmt: skip
         ctx.save_for_backward(logits, prob, norm, mass, gain)
+        ctx.launch = launch
         return alpha, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_alpha: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_alpha: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None]:
         logits, prob, norm, mass, gain = ctx.saved_tensors
-        out = torch.empty_like(logits)
+        out, launch = torch.empty_like(logits), ctx.launch
         rows, vocab = logits.shape
         if out.numel():
             launching.launch(
-                overlap_backward_kernel, (rows, triton.cdiv(vocab, BLOCK)), logits, prob, norm, mass, gain,
-                grad_alpha.float().contiguous(), grad_entropy.float().contiguous(), out, vocab, BLOCK=BLOCK, num_warps=NUM_WARPS,
+                overlap_backward_kernel, (rows, triton.cdiv(vocab, launch.block)), logits, prob, norm, mass, gain,
+                grad_alpha.float().contiguous(), grad_entropy.float().contiguous(), out, vocab,
+                BLOCK=launch.block, num_warps=launch.num_warps,
             )  # fmt: skip
-        return out, None
+        return out, None, None

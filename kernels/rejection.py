@@ -14,6 +14,8 @@ the two give the same token unless u times the mass is within rounding of a cumu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,14 @@ from kernels.aot import Specimen
 NAME = "rejection"
 DTYPES = (torch.float32, torch.float64)
 BLOCK, NUM_WARPS = 2048, 8  # 8 float64 weights a thread
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Numbers of a row that a program looks at at a time (a power of two), and its warps."""
+
+    block: int = BLOCK
+    num_warps: int = NUM_WARPS
 
 
 @triton.jit
@@ -99,15 +109,17 @@ def rejection_kernel(  # type: ignore[no-untyped-def]
 
 def specimens() -> list[Specimen]:
     """Return what `aot` compiles: with the target's vocabulary, with one of the draft's own, and for deterministic drafts."""
-    pointers = {"draft_ptr": "*i64", "place_ptr": "*i32", "accept_ptr": "*fp64", "token_ptr": "*fp64"}
-    pointers |= {"accepted_ptr": "*i64", "following_ptr": "*i64"}
-    sizes = dict.fromkeys(("length", "width", "numbers", "vocab", "draft_vocab"), "i32")
-    found = []
-    for vocab, has_q, has_ids in ((49152, True, True), (128256, True, False), (151936, False, False)):
-        types = pointers | sizes | dict.fromkeys(("chosen_ptr", "q_ptr", "p_ptr"), "*fp32")
-        constants = {"HAS_Q": has_q, "HAS_IDS": has_ids, "BLOCK": BLOCK}
-        found.append(Specimen(rejection_kernel, vocab, "fp32", types, constants, NUM_WARPS))
-    return found
+    cases = ((49152, True, True), (128256, True, False), (151936, False, False))
+    return [specimen for vocab, has_q, has_ids in cases for specimen in specimens_of(vocab, Launch(), has_q, has_ids)]
+
+
+def specimens_of(vocab: int, launch: Launch, has_q: bool = True, has_ids: bool = True) -> list[Specimen]:
+    """Return the kernel for float32 rows of `vocab` probabilities, as `launch` compiles it."""
+    types = {"draft_ptr": "*i64", "place_ptr": "*i32", "accept_ptr": "*fp64", "token_ptr": "*fp64"}
+    types |= {"accepted_ptr": "*i64", "following_ptr": "*i64"} | dict.fromkeys(("chosen_ptr", "q_ptr", "p_ptr"), "*fp32")
+    types |= dict.fromkeys(("length", "width", "numbers", "vocab", "draft_vocab"), "i32")
+    constants = {"HAS_Q": has_q, "HAS_IDS": has_ids, "BLOCK": launch.block}
+    return [Specimen(rejection_kernel, vocab, "fp32", types, constants, launch.num_warps)]
 
 
 def supports(draft: Tensor, q_chosen: Tensor, q: Tensor | None, p: Tensor) -> str | None:
@@ -121,8 +133,9 @@ def supports(draft: Tensor, q_chosen: Tensor, q: Tensor | None, p: Tensor) -> st
 
 
 def rejection(
-    draft: Tensor, q_chosen: Tensor, q: Tensor | None, p: Tensor, ids: Tensor | None, accept_uniform: Tensor, token_uniform: Tensor
-) -> tuple[Tensor, Tensor]:
+    draft: Tensor, q_chosen: Tensor, q: Tensor | None, p: Tensor, ids: Tensor | None, accept_uniform: Tensor, token_uniform: Tensor,
+    *, launch: Launch | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Same contract as `eager.rejection`, on CUDA tensors (or CPU tensors in Triton's interpreter).
 
     Raises ValueError for a dtype or shape that the kernel does not take.
@@ -142,7 +155,7 @@ def rejection(
         return accepted, following
     if not length:
         q = None  # an empty tensor, which the kernel must not read
-    p = p.contiguous()
+    p, launch = p.contiguous(), launch or Launch()
     place = draft
     if q is not None and ids is not None:
         place = torch.full((vocab,), -1, dtype=torch.int32, device=p.device)
@@ -152,6 +165,6 @@ def rejection(
         draft.contiguous(), q_chosen.contiguous(), p if q is None else q.contiguous(), place, p,
         accept_uniform.double().contiguous(), token_uniform.double().contiguous(), accepted, following,
         length, width, token_uniform.shape[1], vocab, 0 if q is None else q.shape[2],
-        HAS_Q=q is not None, HAS_IDS=q is not None and ids is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        HAS_Q=q is not None, HAS_IDS=q is not None and ids is not None, BLOCK=launch.block, num_warps=launch.num_warps,
     )  # fmt: skip
     return accepted, following

@@ -14,6 +14,8 @@ matrix product of our own whose tiles hold whole heads. It does not pay; the pro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,14 @@ from kernels.aot import Specimen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
-HEADS, NUM_WARPS = 4, 2
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Heads of a program (a power of two) and its warps."""
+
+    heads: int = 4
+    num_warps: int = 2
 
 
 @triton.jit
@@ -65,15 +74,16 @@ def rope_cache_kernel(  # type: ignore[no-untyped-def]
 
 def specimens() -> list[Specimen]:
     """Return what `aot` compiles: head sizes 64, 80 and 128, in float32 and bfloat16."""
-    found = []
-    for width in (64, 80, 128):
-        for short in ("fp32", "bf16"):
-            types = dict.fromkeys(("qkv_ptr", "q_ptr", "key_ptr", "value_ptr"), f"*{short}")
-            types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "position_ptr": "*i64", "table_ptr": "*i32"}
-            types |= dict.fromkeys(("step", "table_stride", "pages", "page", "heads", "kv", "width"), "i32")
-            constants = {"HEADS": HEADS, "HALF": triton.next_power_of_2(width // 2)}
-            found.append(Specimen(rope_cache_kernel, width, short, types, constants, NUM_WARPS, aligned=("page", "width")))
-    return found
+    return [one for width in (64, 80, 128) for short in ("fp32", "bf16") for one in specimens_of(width, short, Launch())]
+
+
+def specimens_of(width: int, short: str, launch: Launch) -> list[Specimen]:
+    """Return the kernel for heads of `width` numbers of Triton's type `short` ('bf16'), as `launch` compiles it."""
+    types = dict.fromkeys(("qkv_ptr", "q_ptr", "key_ptr", "value_ptr"), f"*{short}")
+    types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "position_ptr": "*i64", "table_ptr": "*i32"}
+    types |= dict.fromkeys(("step", "table_stride", "pages", "page", "heads", "kv", "width"), "i32")
+    constants = {"HEADS": launch.heads, "HALF": triton.next_power_of_2(width // 2)}
+    return [Specimen(rope_cache_kernel, width, short, types, constants, launch.num_warps, aligned=("page", "width"))]
 
 
 def supports(qkv: Tensor, keys: Tensor) -> str | None:
@@ -86,8 +96,9 @@ def supports(qkv: Tensor, keys: Tensor) -> str | None:
 
 
 def rope_cache(
-    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, table: Tensor, heads: int, step: int = 0
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, keys: Tensor, values: Tensor, table: Tensor, heads: int,
+    step: int = 0, *, launch: Launch | None = None,
+) -> Tensor:  # fmt: skip
     """Same contract as `reference.rope_cache` at positions + step, on CUDA tensors (or CPU tensors in Triton's interpreter).
 
     The cache must be contiguous, table int32 and cos and sin must reach over the whole table. No gradient.
@@ -105,11 +116,13 @@ def rope_cache(
         reason = f"cos and sin hold {len(cos)} positions, the table {table.shape[1] * page}"
     if reason is not None:
         raise ValueError(f"rope_cache: {reason}")
+    launch = launch or Launch()
     q = torch.empty(len(qkv), heads, width, dtype=qkv.dtype, device=qkv.device)
     if len(qkv):
         launching.launch(
-            rope_cache_kernel, (len(qkv), triton.cdiv(heads + 2 * kv, HEADS)), qkv.contiguous(), cos.contiguous(), sin.contiguous(),
+            rope_cache_kernel, (len(qkv), triton.cdiv(heads + 2 * kv, launch.heads)),
+            qkv.contiguous(), cos.contiguous(), sin.contiguous(),
             positions.contiguous(), table, q, keys, values, step, table.stride(0), table.shape[1], page, heads, kv, width,
-            HEADS=HEADS, HALF=triton.next_power_of_2(width // 2), num_warps=NUM_WARPS,
+            HEADS=launch.heads, HALF=triton.next_power_of_2(width // 2), num_warps=launch.num_warps,
         )  # fmt: skip
     return q

@@ -31,13 +31,15 @@ MAX_PROGRAMS = 512
 
 @dataclass(frozen=True)
 class Launch:
-    """Tokens and hidden numbers of a tile, rows of a program (powers of two, 16 at least), programs over the vocabulary, warps."""
+    """Tokens and hidden numbers of a tile, rows of a program (powers of two, 16 at least), programs over the vocabulary, warps,
+    stages of loads in flight."""
 
     tokens: int = 64
     depth: int = 64
     rows: int = 16
     programs: int = 264  # two for each of an H200's 132 processors
     num_warps: int = 4
+    num_stages: int = 3
 
 
 def default_launch(rows: int, drawing: bool) -> Launch:
@@ -150,20 +152,29 @@ def choose_kernel(  # type: ignore[no-untyped-def]
 def specimens() -> list[Specimen]:
     """Return what `aot` compiles: greedy and drawing, in float32 and bfloat16, at 16 and 32 rows a program."""
     found = []
-    partial = {"best_ptr": "*i32", "token_ptr": "*i32", "logit_ptr": "*fp32", "top_ptr": "*fp32", "mass_ptr": "*fp32"}
     for sample in (False, True):
-        for short, precision in (("fp32", "ieee"), ("bf16", "tf32")):
-            for rows in (16, 32):
-                types = partial | {"x_ptr": f"*{short}", "weight_ptr": f"*{short}", "temperature_ptr": "*fp32"}
-                types |= {"seed_ptr": "*i64", "position_ptr": "*i64"} | dict.fromkeys(("step", "rows", "vocab", "hidden"), "i32")
-                launch = default_launch(rows, sample)
-                constants = {"SAMPLE": sample, "ROWS": rows, "TOKENS": launch.tokens, "DEPTH": launch.depth, "PRECISION": precision}
-                found.append(Specimen(sample_head_kernel, 4096, short, types, constants, launch.num_warps))
-        types = partial | {"temperature_ptr": "*fp32", "ids_ptr": "*i64", "out_ptr": "*i64", "log_q_ptr": "*fp32"}
-        types |= dict.fromkeys(("rows", "programs", "out_stride"), "i32")
-        constants = {"SAMPLE": sample, "HAS_IDS": True, "PROGRAMS": MAX_PROGRAMS}
-        found.append(Specimen(choose_kernel, MAX_PROGRAMS, "fp32", types, constants, 4))
+        for short in ("fp32", "bf16"):
+            found += [specimens_of(4096, short, default_launch(rows, sample), sample)[0] for rows in (16, 32)]
+        found.append(specimens_of(4096, "fp32", Launch(), sample)[1])
     return found
+
+
+def specimens_of(hidden: int, short: str, launch: Launch, sample: bool = False) -> list[Specimen]:
+    """Return both kernels for rows of `hidden` numbers of Triton's type `short` ('bf16'), as `launch` compiles them."""
+    partial = {"best_ptr": "*i32", "token_ptr": "*i32", "logit_ptr": "*fp32", "top_ptr": "*fp32", "mass_ptr": "*fp32"}
+    types = partial | {"x_ptr": f"*{short}", "weight_ptr": f"*{short}", "temperature_ptr": "*fp32"}
+    types |= {"seed_ptr": "*i64", "position_ptr": "*i64"} | dict.fromkeys(("step", "rows", "vocab", "hidden"), "i32")
+    constants = {
+        "SAMPLE": sample, "ROWS": launch.rows, "TOKENS": launch.tokens, "DEPTH": launch.depth,
+        "PRECISION": "ieee" if short == "fp32" else "tf32",
+    }  # fmt: skip
+    head = Specimen(
+        sample_head_kernel, hidden, short, types, constants, launch.num_warps, ("hidden",), launch.num_stages
+    )
+    types = partial | {"temperature_ptr": "*fp32", "ids_ptr": "*i64", "out_ptr": "*i64", "log_q_ptr": "*fp32"}
+    types |= dict.fromkeys(("rows", "programs", "out_stride"), "i32")
+    constants = {"SAMPLE": sample, "HAS_IDS": True, "PROGRAMS": MAX_PROGRAMS}
+    return [head, Specimen(choose_kernel, MAX_PROGRAMS, "fp32", types, constants, 4)]
 
 
 def supports(x: Tensor, weight: Tensor) -> str | None:
@@ -204,7 +215,8 @@ def sample_head(
         sample_head_kernel, (programs, triton.cdiv(rows, launch.rows)), x.contiguous(), weight.contiguous(), warmth, keys,
         positions.contiguous(), best, token, logit, top, mass, step, rows, len(weight), hidden,
         SAMPLE=sample, ROWS=launch.rows, TOKENS=launch.tokens, DEPTH=launch.depth,
-        PRECISION="ieee" if torch.float32 in (x.dtype, weight.dtype) else "tf32", num_warps=launch.num_warps,
+        PRECISION="ieee" if torch.float32 in (x.dtype, weight.dtype) else "tf32",
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     launching.launch(
         choose_kernel, (rows,), best, token, logit, top, mass, warmth, out if ids is None else ids, out,

@@ -8,6 +8,7 @@ For N rows of I outputs, e bytes a number: forward 3 N I e bytes and about 8 flo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,14 @@ from kernels import launching
 from kernels.aot import Specimen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK, NUM_WARPS = 1024, 4  # 8 outputs a thread: 16-byte loads of 16-bit numbers
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Outputs of a program (a power of two) and its warps: 8 outputs a thread are 16-byte loads of 16-bit numbers."""
+
+    block: int = 1024
+    num_warps: int = 4
 
 
 @triton.jit
@@ -54,12 +62,16 @@ def silu_mul_backward_kernel(joined_ptr, grad_ptr, grad_joined_ptr, size, BLOCK:
 
 def specimens() -> list[Specimen]:
     """Return what `aot` compiles: both kernels in float32 and bfloat16."""
+    return [specimen for short in ("fp32", "bf16") for specimen in specimens_of(14336, short, Launch())]
+
+
+def specimens_of(size: int, short: str, launch: Launch) -> list[Specimen]:
+    """Return both kernels for `size` outputs a row of Triton's type `short` ('bf16'), as `launch` compiles them."""
     found = []
-    for short in ("fp32", "bf16"):
-        for kernel in (silu_mul_kernel, silu_mul_backward_kernel):
-            names = ("joined_ptr", "out_ptr", "grad_ptr", "grad_joined_ptr")
-            types = {name: f"*{short}" for name in names if name in kernel.arg_names} | {"size": "i32"}
-            found.append(Specimen(kernel, 14336, short, types, {"BLOCK": BLOCK}, NUM_WARPS, aligned=("size",)))
+    for kernel in (silu_mul_kernel, silu_mul_backward_kernel):
+        names = ("joined_ptr", "out_ptr", "grad_ptr", "grad_joined_ptr")
+        types = {name: f"*{short}" for name in names if name in kernel.arg_names} | {"size": "i32"}
+        found.append(Specimen(kernel, size, short, types, {"BLOCK": launch.block}, launch.num_warps, aligned=("size",)))
     return found
 
 
@@ -70,7 +82,7 @@ def supports(gate_up: Tensor) -> str | None:
     return f"an odd width of {gate_up.shape[-1]}" if gate_up.shape[-1] % 2 else None
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, *, launch: Launch | None = None) -> Tensor:
     """Same contract as `reference.silu_mul`, on CUDA tensors (or CPU tensors in Triton's interpreter).
 
     Differentiable once. Raises ValueError for a dtype or shape that the kernel does not take.
@@ -78,7 +90,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     reason = supports(gate_up)
     if reason is not None:
         raise ValueError(f"silu_mul: {reason}")
-    out: Tensor = _SiluMul.apply(gate_up)
+    out: Tensor = _SiluMul.apply(gate_up, launch or Launch())
     return out
 
 
@@ -86,25 +98,27 @@ class _SiluMul(torch.autograd.Function):
     """y [..., I] of gate_up [..., 2I]."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, launch: Launch) -> Tensor:
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
+        ctx.launch = launch
         size = gate_up.shape[-1] // 2
         out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
         if out.numel():
-            grid = (out.numel() // size, triton.cdiv(size, BLOCK))
-            launching.launch(silu_mul_kernel, grid, gate_up, out, size, BLOCK=BLOCK, num_warps=NUM_WARPS)
+            grid = (out.numel() // size, triton.cdiv(size, launch.block))
+            launching.launch(silu_mul_kernel, grid, gate_up, out, size, BLOCK=launch.block, num_warps=launch.num_warps)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
-        out = torch.empty_like(gate_up)
+        out, launch = torch.empty_like(gate_up), ctx.launch
         size = gate_up.shape[-1] // 2
         if out.numel():
-            grid = (out.numel() // gate_up.shape[-1], triton.cdiv(size, BLOCK))
+            grid = (out.numel() // gate_up.shape[-1], triton.cdiv(size, launch.block))
             launching.launch(
-                silu_mul_backward_kernel, grid, gate_up, grad.contiguous(), out, size, BLOCK=BLOCK, num_warps=NUM_WARPS
-            )
-        return out
+                silu_mul_backward_kernel, grid, gate_up, grad.contiguous(), out, size,
+                BLOCK=launch.block, num_warps=launch.num_warps,
+            )  # fmt: skip
+        return out, None

@@ -29,6 +29,8 @@ from eagle.errors import StepFailed
 from eagle.progress import Track, say
 from eagle.target.load import ensure_target, load_tokenizer, pick_device, setup_torch
 from eagle.target.template import render_prompt
+from kernels.dispatch import using
+from kernels.tuned import TABLE, read_table
 
 LOAD = "load"
 
@@ -70,7 +72,8 @@ def compare(config: Config, root: Path, base: Path, suite: str, prompts: int | N
             "default" if suite == LOAD else suite, root=root, render=partial(render_prompt, load_tokenizer(target)),
             max_prompt_tokens=config.dataset.max_prompt_tokens, count=prompts, dataset=base / "dataset",
         )  # fmt: skip
-        _measure(Session(config, target, sources, tuned, work), suite, fresh)
+        with using(tuned=read_table(base / "tune" / TABLE, pick_device(config.runtime.device))):
+            _measure(Session(config, target, sources, tuned, work), suite, fresh)
         manifest.write_json(fresh / ABOUT, about(work, suite))
     return final
 

@@ -12,7 +12,9 @@ from eagle.bench.session import Session, read_tuned, run_session, write_outputs
 from eagle.bench.workload import load_workload
 from eagle.errors import ConfigError
 from eagle.steps import StepContext
-from eagle.target.load import ensure_target
+from eagle.target.load import ensure_target, pick_device
+from kernels.dispatch import using
+from kernels.tuned import TABLE, read_table
 
 
 def run(context: StepContext) -> dict[str, Any]:
@@ -29,7 +31,8 @@ def run(context: StepContext) -> dict[str, Any]:
         raise ConfigError("bench.methods: the step 'bench' measures the run's own draft: 'eagle31' must be among them")
     work = load_workload(context.inputs["dataset"], config.bench.prompts)
     target = ensure_target(config.target, context.root, context.cache)
-    result, traces = run_session(Session(config, target, sources, tuned, work))
+    with using(tuned=read_table(context.inputs["tune"] / TABLE, pick_device(config.runtime.device))):
+        result, traces = run_session(Session(config, target, sources, tuned, work))
     write_outputs(context.out, result, traces)
     return _metrics(result)
 

@@ -1,6 +1,7 @@
 """The tune step: choose by measurement how this machine should run a speculative round.
 
-On every device: the dtype and, where asked for, the compiled draft step. On CPU the number of threads too. On CUDA the
+On every device: the dtype and, where asked for, the compiled draft step. On CPU the number of threads and the reach of direct
+calls too. On CUDA the
 launches of the Triton kernels. The objective is the time of a round, K draft steps and one verification of K + 1 tokens,
 in the reference engine, at each batch size of the configuration. All candidates take turns (A B C A B C ...), the order is
 turned from pass to pass, and those clearly slower than the best are left out after a few passes. Every Triton kernel is
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +27,8 @@ import torch
 
 import kernels
 from eagle import manifest
+from eagle.bench.kernel_tuning import tune_device
+from eagle.bench.launch_report import Setting, as_json, render, report
 from eagle.bench.launches import count
 from eagle.config import Config
 from eagle.decode.engine import Engine
@@ -35,7 +37,8 @@ from eagle.errors import StepFailed
 from eagle.progress import Track, say
 from eagle.steps import StepContext
 from eagle.target.layout import lay_out
-from eagle.target.load import available_cores, ensure_target, load_target, pick_device, setup_torch, torch_dtype
+from eagle.target.load import available_cores, ensure_target, load_target, pick_device, setup_torch
+from kernels.tuned import TABLE, device_name
 
 PROMPT_TOKENS = 8  # rounds hardly depend on contexts this short, and a longer prompt's prefill would take most of the time
 FIRST_PASSES = 3  # passes before a candidate may be left out
@@ -244,26 +247,6 @@ def compile_kernels(targets: list[int], work: Path) -> tuple[list[dict[str, Any]
     return json.loads(out.read_text(encoding="utf-8"))["kernels"], None
 
 
-def tune_launches(hidden: int, dtype: str, batches: Iterable[int], length: int) -> list[dict[str, Any]]:
-    """On CUDA: choose the launch of each kernel at the row counts of a round (draft steps and verification)."""
-    from kernels import autotune
-
-    rows = {n * width for n in batches for width in (1, length + 1)}
-    tuned = autotune.tune_add_rms_norm(hidden, torch_dtype(dtype), rows)
-    say(f"tune: {tuned['op']} {hidden} {dtype}: {tuned['default_ms']:.4f} -> {tuned['median_ms']:.4f} ms")
-    return [tuned]
-
-
-def cpu_model() -> str:
-    """Return the processor's name."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def run(context: StepContext) -> dict[str, Any]:
     """The step. Writes tuned.json; returns the chosen threads, dtype and draft step, and how the kernels compiled."""
     config, tune = context.config, context.config.tune
@@ -293,21 +276,29 @@ def run(context: StepContext) -> dict[str, Any]:
     for _ in range(FIRST_PASSES):  # for the reader: what a round replaces
         for batch in tune.batch_sizes:
             samples.add(best, batch, bench.plain(best, batch))
-    torch.set_num_threads(cores)
-    launches = tune_launches(bench.hidden, best.dtype, tune.batch_sizes, tune.draft_tokens) if device == "cuda" else []
+    if device == "cpu":
+        torch.set_num_threads(best.threads)
+    kernels_table = tune_device(
+        bench.spec, tune, dtype=best.dtype, threads=torch.get_num_threads(), device=device, folder=context.cache / "kernels"
+    )
+    manifest.write_json(context.out / TABLE, kernels_table)
     counted = count(bench.spec, batch=min(tune.batch_sizes), context=bench.spec.max_position_embeddings).table()
     say("tune: kernels a draft step would launch on a GPU: " + ", ".join(f"{row['form']} {row['launches']}" for row in counted))
+    setting = Setting(best.dtype, min(tune.batch_sizes), tune.draft_tokens, device)
+    forms = report(bench.spec, setting, compiled=tune.try_compile)
+    say(render(forms, setting))
+    torch.set_num_threads(cores)
     say(f"tune: {best}" + "".join(f"; batch {b}: round {samples.median(best, b, 'round') * 1e3:.1f} ms" for b in tune.batch_sizes))
     manifest.write_json(
         context.out / "tuned.json",
         {
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "cpu_model": cpu_model(), "cores": cores,
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "cpu_model": device_name("cpu"), "cores": cores,
             "busy_percent": busy, "threads": best.threads, "dtype": best.dtype, "draft_step": best.draft_step,
             "draft_tokens": tune.draft_tokens, "rows": samples.rows(), "skipped": skipped, "kernels": compiled_kernels,
-            "kernels_skipped": why_none, "launches": launches, "step_launches": counted, "versions": manifest.versions(),
+            "kernels_skipped": why_none, "step_launches": counted, "report": as_json(forms), "versions": manifest.versions(),
         },
     )  # fmt: skip
-    return _metrics(best, samples, tune.batch_sizes, compiled_kernels)
+    return {**_metrics(best, samples, tune.batch_sizes, compiled_kernels), "kernels_tuned": len(kernels_table["rows"])}
 
 
 def _metrics(best: Candidate, samples: Samples, batches: list[int], compiled: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from eagle.target.generate import Request
 from eagle.target.layout import lay_out
 from eagle.target.load import load_target, pick_device, setup_torch, target_dims
 from eagle.target.vllm import Counters, VllmJob, VllmResult, run_vllm
+from kernels.dispatch import using
+from kernels.tuned import TABLE, read_table
 
 REFERENCE_BATCH = 8
 
@@ -113,11 +115,12 @@ def _reference(
     # vLLM drafts also where one token is lacking, this engine does not: with one more to come, both count the same rounds.
     tokens = section.max_new_tokens + 1
     room = max(len(row.prompt) for row in rows) + tokens
-    engine = Engine(model, draft, max_length=room, batch=REFERENCE_BATCH)
     say("bundle: the same prompts in the reference engine")
-    answered = engine.generate(
-        [row.prompt for row in rows], max_new_tokens=tokens, draft_tokens=section.draft_tokens, stop=frozenset(stop)
-    )
+    with using(tuned=read_table(bundle / TABLE, device)):
+        engine = Engine(model, draft, max_length=room, batch=REFERENCE_BATCH)
+        answered = engine.generate(
+            [row.prompt for row in rows], max_new_tokens=tokens, draft_tokens=section.draft_tokens, stop=frozenset(stop)
+        )
     mismatches = []
     for row, wanted, got in zip(rows, plain.tokens, drafted.tokens, strict=True):
         same = common_prefix(wanted, got)

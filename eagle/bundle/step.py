@@ -1,6 +1,7 @@
 """The bundle step: pack the draft for vLLM, check the pack, and let vLLM itself load and run it.
 
-Output: bundle/ (config.json, model.safetensors, target.json, serving.json, serve.sh, README.md, and acceptance.json when
+Output: bundle/ (config.json, model.safetensors, target.json, serving.json, kernels.json with the tuned launches of the device that
+the run had, serve.sh, README.md, and acceptance.json when
 validated) and validation.json: `validated`, `reason` when it is false, and otherwise the figures of `acceptance.validate_in_vllm`.
 """
 
@@ -23,6 +24,7 @@ from eagle.steps import StepContext
 from eagle.target.identity import IDENTITY, target_identity
 from eagle.target.load import ensure_target, load_tokenizer
 from eagle.target.vllm import find_vllm, require_vllm
+from kernels.tuned import TABLE
 
 FOLDER = "bundle"
 VALIDATION = "validation.json"
@@ -39,6 +41,9 @@ def run(context: StepContext) -> dict[str, Any]:
     target = ensure_target(config.target, root, context.cache)
     folder = context.out / FOLDER
     export_draft(context.inputs["policy"] / "draft", folder, config.bundle.dtype)
+    table = context.inputs["tune"] / TABLE
+    if table.is_file():
+        manifest.write_text(folder / TABLE, table.read_text(encoding="utf-8"))
     report = check_bundle(folder, target)
     say(str(report))
     manifest.write_json(folder / IDENTITY, target_identity(config.target, target, root, context.cache))

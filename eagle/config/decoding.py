@@ -13,6 +13,9 @@ class TuneConfig(Section):
     """Kernel and device tuning."""
 
     max_minutes: Annotated[float, Field(gt=0.0)] = 2.0
+    kernel_minutes: Annotated[float, Field(gt=0.0, le=600.0)] = Field(
+        5.0, description="budget for the launches of the Triton kernels on a GPU, or the direct calls on CPU; what is done is kept"
+    )
     repeats: Annotated[int, Field(ge=3)] = 15
     batch_sizes: list[PositiveInt] = Field(default_factory=lambda: [1, 8], min_length=1)
     draft_tokens: Annotated[int, Field(ge=1, le=16)] = Field(

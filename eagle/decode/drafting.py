@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,11 @@ from eagle.decode.sampling import distribution
 from eagle.decode.verify import draw
 from eagle.draft.model import DraftModel
 from kernels import draft_step
-from kernels.dispatch import add_rms_norm, feature_norms, takes_kernels
+from kernels.dispatch import add_rms_norm, feature_norms, takes_kernels, tuned
 from kernels.draft_step import DraftCache, DraftWeights, LayerWeights
+from kernels.graphs import Capture, GraphedDraft, cuda_capture
 from kernels.native import LARGEST_HEAD, Native, native
 from kernels.packed import linear, packed
-
-_DIRECT_TOKENS = 64  # tokens of a pass up to which dispatching torch's operations costs more than their arithmetic
-_DIRECT_ATTENTION = 16  # the same for attention, which torch spreads over the threads
 
 
 def _fused_layers(state: dict[str, Tensor], count: int, lay_out: Callable[[Tensor], Tensor]) -> list[LayerWeights]:
@@ -65,7 +63,9 @@ class EagleDrafter(Drafter):
 
     `embed` [V, H] is the target's embedding, used unless the draft has its own. `batch` rows of `max_length` tokens,
     as the engine's; a draft may write `reach` positions beyond. `compiled` runs the parts between attentions through
-    torch.compile (the first calls take tens of seconds); else, with `direct`, on CPU by direct calls (`kernels.native`).
+    torch.compile (the first calls take tens of seconds); else, with `direct`, on CPU by direct calls (`kernels.native`), for as
+    many tokens as `dispatch.using(tuned=...)` says now. `capture`: how the fused loop becomes a graph, None = never; "auto": as a
+    CUDA graph where the device is CUDA.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class EagleDrafter(Drafter):
         compiled: bool = False,
         direct: bool = True,
         reach: int = MAX_DRAFT_TOKENS + 1,
+        capture: Capture | Literal["auto"] | None = "auto",
     ) -> None:
         max_length += reach
         spec = self.spec = draft.spec
@@ -104,6 +105,8 @@ class EagleDrafter(Drafter):
         self._normed = torch.zeros(batch, spec.hidden_size, dtype=dtype, device=device)
         self._feedback = torch.zeros_like(self._normed)
         self._next = [0] * batch
+        self._tuned = tuned()
+        self._capture = cuda_capture(device) if capture == "auto" else capture
         self._native: Native | None = native(dtype, device) if direct and not compiled and spec.head_dim <= LARGEST_HEAD else None
         self._before: Callable[..., Tensor] = self._attention_input
         self._after: Callable[..., tuple[Tensor, Tensor]] = self._attention_output
@@ -133,7 +136,7 @@ class EagleDrafter(Drafter):
         eps = self.spec.rms_norm_eps
         if self._fc_norms is not None and takes_kernels(aux):
             aux = feature_norms(aux, self._fc_norms, eps)
-        elif self._fc_norms is not None and self._native and aux.shape[0] * aux.shape[1] <= _DIRECT_TOKENS:
+        elif self._fc_norms is not None and self._native and aux.shape[0] * aux.shape[1] <= self._tuned.direct_tokens:
             aux = self._side_by_side(aux.chunk(len(self._fc_norms), dim=-1), list(self._fc_norms))
         elif self._fc_norms is not None:
             parts = aux.chunk(len(self._fc_norms), dim=-1)
@@ -149,7 +152,7 @@ class EagleDrafter(Drafter):
         """
         spec, eps = self.spec, self.spec.rms_norm_eps
         positions = self.store.plan(starts, tokens.shape[1], rows, branches)
-        if self._native and branches is None and positions.numel() <= _DIRECT_TOKENS:
+        if self._native and branches is None and positions.numel() <= self._tuned.direct_tokens:
             return self._direct(self._native, tokens, hidden, positions.contiguous())
         mask = self.store.mask(spec.num_heads // spec.num_kv_heads, hidden.dtype)
         cos, sin = self._cos[positions], self._sin[positions]
@@ -182,7 +185,7 @@ class EagleDrafter(Drafter):
         """`forward` of a planned pass over few tokens: all but the matrix products by direct calls."""
         spec, eps, store, kv = self.spec, self.spec.rms_norm_eps, self.store, self.spec.num_kv_heads
         n, width = tokens.shape
-        at, small = store.planned, tokens.numel() <= _DIRECT_ATTENTION
+        at, small = store.planned, tokens.numel() <= self._tuned.direct_attention
         mask = None if small else store.mask(spec.num_heads // kv, hidden.dtype)
         first, hidden = self._layers[0], hidden.contiguous()
         assert first.hidden_norm is not None  # noqa: S101 -- for the type checker
@@ -207,7 +210,7 @@ class EagleDrafter(Drafter):
 
     def _best(self, logits: Tensor) -> Tensor:
         """Return the index of the largest logit of each row [n, V]."""
-        return self._native.argmax(logits) if self._native and len(logits) <= _DIRECT_TOKENS else logits.argmax(dim=-1)
+        return self._native.argmax(logits) if self._native and len(logits) <= self._tuned.direct_tokens else logits.argmax(dim=-1)
 
     def _attention_input(self, state: Tensor, cos: Tensor, sin: Tensor, weight: Tensor) -> Tensor:
         """Return q, k (rotated) and v side by side: [n, T, heads + 2 * kv_heads, d]."""
@@ -239,7 +242,7 @@ class EagleDrafter(Drafter):
         fused = self._fusable and takes_kernels(normed)
         cache, positions = self._places(rows, length) if fused else (None, None)
         if cache is not None and positions is not None and draws is None:
-            return Proposal(draft_step.draft(self._weights, cache, normed, feedback, positions, length)[0])
+            return Proposal(self._graphs.draft(cache, normed, feedback, positions, length))
         drafted: list[Tensor] = []
         chosen: list[Tensor] = []
         distributions: list[Tensor] = []
@@ -274,6 +277,11 @@ class EagleDrafter(Drafter):
             head_dim=spec.head_dim, eps=spec.rms_norm_eps, norm_before_residual=spec.norm_before_residual,
             norm_output=spec.norm_output,
         )  # fmt: skip
+
+    @cached_property
+    def _graphs(self) -> GraphedDraft:
+        """The fused greedy loop, captured once for each number of rows and K where that can be done."""
+        return GraphedDraft(self._weights, self.store.batch, self._capture)
 
     def _places(self, rows: list[int], length: int) -> tuple[DraftCache, Tensor]:
         """Return the store as a cache of a page a row for slots `rows`, and the position [n] that each writes first."""

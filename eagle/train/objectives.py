@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.dispatch import kernel_for
+from kernels.dispatch import kernel_for, launch_of
 
 ROW_BYTES = 4 << 20  # working set of one slab of rows: small enough to stay in a core's cache
 
@@ -199,7 +199,11 @@ def dense_terms(logits: Tensor, prob: Tensor) -> tuple[Tensor, Tensor]:
     On GPUs one Triton kernel forward and one backward.
     """
     kernel = kernel_for("overlap_loss", logits, lambda module: module.supports(logits, prob))
-    alpha, entropy = _DenseTerms.apply(logits, prob) if kernel is None else kernel.dense_terms(logits, prob)
+    if kernel is None:
+        alpha, entropy = _DenseTerms.apply(logits, prob)
+    else:
+        launch = launch_of("dense_terms", (logits.shape[1],), logits, len(logits))
+        alpha, entropy = kernel.dense_terms(logits, prob, launch=launch)
     return alpha, entropy
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import autotune, dispatch, reference
+from kernels import reference
 from kernels.add_rms_norm import Launch, add_rms_norm, backward_kernel, candidates, default_launch
 from tests.kernels.compare import ULP, close
 
@@ -141,28 +141,3 @@ def test_candidates_start_with_the_default_and_are_distinct(hidden):
     found = candidates(hidden)
     assert found[0] == default_launch(hidden)
     assert len(set(found)) == len(found)
-
-
-def test_tuning_takes_the_launch_that_is_fastest_over_all_row_counts():
-    """With a clock that we hold: the second candidate wins one row count, the third the geometric mean."""
-    times = {candidate: [8.0, 8.0] for candidate in candidates(48)}
-    second, third = candidates(48)[1:3]
-    times[second], times[third] = [1.0, 9.0], [2.0, 2.0]
-    script = iter([milliseconds for pair in times.values() for milliseconds in pair])
-    ran = []
-
-    def timer(call):
-        ran.append(call())
-        return next(script)
-
-    row = autotune.tune_add_rms_norm(48, torch.float32, [4, 1, 4], device="cpu", timer=timer)
-    assert (row["rows"], row["num_warps"]) == (third.rows, third.num_warps)
-    assert row["median_ms"] == pytest.approx(2.0)
-    assert row["default_ms"] == pytest.approx(8.0)
-    assert row["timed_rows"] == [1, 4]
-    assert [normed.shape[0] for normed, _ in ran[:2]] == [1, 4]
-    key = ("add_rms_norm", 48, "float32")
-    assert autotune.launches_of([row], device="cpu") == {key: third}
-    assert autotune.launches_of([row | {"triton": "0.0"}, row | {"device": "another"}], device="cpu") == {}
-    with dispatch.using(launches=autotune.launches_of([row], device="cpu")) as settings:
-        assert settings.launches[key] == third

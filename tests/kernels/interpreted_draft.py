@@ -16,6 +16,7 @@ from eagle.train.objectives import dense_terms
 from kernels import dispatch, draft_step, launching
 from tests.decode.models import draft, target
 from tests.kernels.compare import poison
+from tests.kernels.test_graphs import Recorder
 
 
 def drafted(backend: str, variant: dict[str, Any], heard: list[str]) -> tuple[Tensor, Tensor]:
@@ -106,3 +107,17 @@ def test_training_in_half_precision_takes_the_kernels():
     for one, two in zip(*found, strict=True):
         assert one.dtype == two.dtype
         assert torch.allclose(one.float(), two.float(), rtol=0.05, atol=0.02 * float(two.detach().abs().max()))
+
+
+def test_the_engine_drafts_through_graphs_where_they_can_be_had():
+    """With a stand-in that runs the loop again: the same text as kernel by kernel, and one graph a number of rows."""
+    model = target()
+    with dispatch.using(backend="triton"), torch.inference_mode():
+        record, answers = Recorder(), []
+        for capture in (record, None):
+            drafter = EagleDrafter.beside(model, draft(model), batch=2, max_length=40, capture=capture)
+            engine = Engine(model, drafter, max_length=40, batch=2)
+            answers.append(engine.generate([[3, 5, 7], [11, 2]], max_new_tokens=8, draft_tokens=2, ignore_eos=True).tokens)
+    assert answers[0] == answers[1]
+    assert set(record.shapes) <= {(1, 2), (2, 2), (1, 1), (2, 1)}
+    assert record.replays > len(record.shapes)

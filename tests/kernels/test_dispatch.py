@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from kernels import dispatch, eager, reference
+from kernels.tuned import Launches, Tuned
 
 ROOT = Path(__file__).resolve().parents[2]
 EPS = 1e-5
@@ -175,7 +176,7 @@ def kernel(monkeypatch):
 
 def test_cuda_takes_the_kernel_and_the_tuned_launch(kernel):
     dispatch.add_rms_norm(OnCuda(), None, None, EPS)
-    with dispatch.using(launches={("add_rms_norm", 4, "bfloat16"): "tuned"}):
+    with dispatch.using(tuned=Tuned(Launches({("add_rms_norm", (4,), "bfloat16"): {1: "tuned"}}))):
         dispatch.add_rms_norm(OnCuda(), None, None, EPS)
     dispatch.add_rms_norm(OnCuda(), None, None, EPS)
     assert kernel.calls == [None, "tuned", None]

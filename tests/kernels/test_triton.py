@@ -27,7 +27,10 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("file", ["interpreted.py", "interpreted_step.py", "interpreted_head.py", "interpreted_draft.py"])
+@pytest.mark.parametrize(
+    "file",
+    ["interpreted.py", "interpreted_step.py", "interpreted_head.py", "interpreted_draft.py", "interpreted_tune.py"],
+)
 def test_interpreted_kernels_against_the_oracle(file):
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{file}", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

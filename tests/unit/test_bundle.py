@@ -31,6 +31,7 @@ from eagle.steps import StepContext
 from eagle.target.identity import tokenizer_hash
 from eagle.target.load import load_tokenizer, target_dims
 from eagle.target.template import render_prompt
+from kernels.tuned import TABLE
 from tests.toys import tiny_target
 
 ROOT = Path(__file__).parents[2]
@@ -254,7 +255,7 @@ class TestFiles:
 
 def write_inputs(base: Path, target: Path, draft: Path) -> dict[str, Path]:
     """The outputs of the steps before, as those steps write them."""
-    inputs = {name: base / name for name in ("dataset", "policy", "bench")}
+    inputs = {name: base / name for name in ("dataset", "policy", "tune", "bench")}
     inputs["dataset"].mkdir(parents=True)
     tokenizer = load_tokenizer(target)
     rows = []
@@ -271,6 +272,8 @@ def write_inputs(base: Path, target: Path, draft: Path) -> dict[str, Path]:
     inputs["policy"].mkdir()
     (inputs["policy"] / "draft").symlink_to(draft)
     inputs["bench"].mkdir()
+    inputs["tune"].mkdir()
+    manifest.write_json(inputs["tune"] / TABLE, {"device": "a GPU", "torch": "1", "triton": "1", "rows": [], "direct": None})
     manifest.write_json(inputs["bench"] / "bench.json", bench_json())
     return inputs
 
@@ -318,7 +321,8 @@ class TestStep:
         record = read_record(made.out / "bundle")
         assert (record.tokenizer, record.acceptance) == (tokenizer_hash(load_tokenizer(target)), None)
         files = sorted(p.name for p in (made.out / "bundle").iterdir())
-        assert files == ["README.md", "config.json", "model.safetensors", "serve.sh", "serving.json", "target.json"]
+        assert files == ["README.md", "config.json", TABLE, "model.safetensors", "serve.sh", "serving.json", "target.json"]
+        assert manifest.read_json(made.out / "bundle" / TABLE)["device"] == "a GPU"
         assert (made.out / "bundle" / "serve.sh").stat().st_mode & 0o777 == 0o755
         check_bundle(made.out / "bundle", target)
 
