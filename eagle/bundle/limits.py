@@ -59,7 +59,9 @@ def _check_rope(rope: Mapping[str, Any]) -> None:
     unknown = sorted(set(rope) - {"rope_type", "rope_theta", *ROPE_KEYS[kind]})
     if unknown:
         near = closest(unknown[0], ROPE_KEYS[kind])
-        raise BundleError(f"{_PLACE}: rope_scaling.{unknown[0]} is no key of rope_type '{kind}'{near}; vLLM might obey it: remove it")
+        raise BundleError(
+            f"{_PLACE}: rope_scaling.{unknown[0]} is no key of rope_type '{kind}'{near}; vLLM might obey it: remove it"
+        )
     for key in ROPE_KEYS[kind]:
         if key not in rope and key in _OPTIONAL:
             continue
@@ -67,4 +69,5 @@ def _check_rope(rope: Mapping[str, Any]) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise BundleError(f"{_PLACE}: rope_scaling.{key} must be a positive number for rope_type '{kind}', got {value!r}")
     if kind == "linear" and not isinstance(rope["factor"], float):
-        raise BundleError(f"{_PLACE}: rope_scaling.factor is {rope['factor']}; vLLM's linear rotary embedding takes {rope['factor']}.0 only")
+        factor = rope["factor"]
+        raise BundleError(f"{_PLACE}: rope_scaling.factor is {factor}; vLLM's linear rotary embedding takes {factor}.0 only")

@@ -41,7 +41,9 @@ def export(
     context: typer.Context,
     source: Annotated[str, typer.Argument(help="A run's, a draft's or a bundle's folder, or models:/NAME@champion.")],
     out: Annotated[Path, typer.Option("--out", help="The folder to write; must be new or empty.")],
-    layout: Annotated[Format, typer.Option("--format", help="vllm: as in a bundle; speculators: that package's layout.")] = Format.VLLM,
+    layout: Annotated[
+        Format, typer.Option("--format", help="vllm: as in a bundle; speculators: that package's layout.")
+    ] = Format.VLLM,
     verifier: Annotated[
         str | None, typer.Option("--verifier", help="speculators: what the file names as the target; default: target.model.")
     ] = None,
@@ -74,4 +76,5 @@ def export(
         named = Verifier.of(target, verifier or (config.target.model if on_hub else None))
         with fresh_folder(out) as private:
             spec = export_speculators(draft, private, named, config.bundle.draft_tokens, config.bundle.dtype)
-    sys.stdout.write(f"{out}: {layout.value} layout, {spec.num_layers} layers, vocabulary {spec.draft_vocab_size} of {spec.vocab_size}\n")
+    vocabulary = f"vocabulary {spec.draft_vocab_size} of {spec.vocab_size}"
+    sys.stdout.write(f"{out}: {layout.value} layout, {spec.num_layers} layers, {vocabulary}\n")

@@ -49,7 +49,8 @@ def _table(verdicts: list[Verdict], seen: list[Verdict]) -> Table:
     for part in (verdicts, seen):
         for v in part:
             differ = v.error or str(len(v.differences))
-            table.add_row(v.name, str(v.proposals), str(v.tokens), str(v.accepted), str(len(v.near_ties)), differ, f"{v.seconds:.1f}")
+            counts = map(str, (v.proposals, v.tokens, v.accepted, len(v.near_ties)))
+            table.add_row(v.name, *counts, differ, f"{v.seconds:.1f}")
         table.add_section()
     return table
 

@@ -30,7 +30,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_theta": 50000.0},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 1.0},
 }  # fmt: skip

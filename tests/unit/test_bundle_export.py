@@ -165,7 +165,9 @@ class TestSpeculators:
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the package speculators is not installed")
-    @pytest.mark.parametrize("change", [{}, {"depth": 1, "fc_norm": False, "norm_output": False, "aux": 3, "vocab": 320, "rope": "yarn"}])
+    @pytest.mark.parametrize(
+        "change", [{}, {"depth": 1, "fc_norm": False, "norm_output": False, "aux": 3, "vocab": 320, "rope": "yarn"}]
+    )
     def test_the_package_loads_it_and_computes_the_same(self, tmp_path: Path, change: dict[str, Any]) -> None:
         from speculators import SpeculatorModel, SpeculatorModelConfig
 
