@@ -1,8 +1,9 @@
 """The `speculators` layout of a draft (github.com/vllm-project/speculators, `Eagle3SpeculatorConfig`; read: 0.9.0).
 
-The tensors have vLLM's names there too; config.json is another. Eagle 3.1's norms, several layers, a pruned vocabulary and
-any number of tapped states can be said in it. What cannot is a draft of another width than its target: the package's fc
-takes states as wide as the draft.
+The tensors have vLLM's names there too; config.json is another, and the target's embedding is shipped: where it is absent the
+package computes with a random one (seen: 0.9.0 with transformers 5.19), without a word. Eagle 3.1's norms, several layers, a
+pruned vocabulary and any number of tapped states can be said in it. What cannot is a draft of another width than its
+target: the package's fc takes states as wide as the draft.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from eagle import manifest
 from eagle.bundle.export import read_checkpoint
 from eagle.config import DType
-from eagle.draft.io import CONFIG, WEIGHTS, save_tensors
-from eagle.draft.spec import DraftSpec
+from eagle.draft.io import CONFIG, WEIGHTS, save_tensors, target_embedding
+from eagle.draft.spec import FLOATS, DraftSpec
 from eagle.errors import BundleError, ConfigError
 
 ALGORITHM = "eagle3"
@@ -24,8 +28,9 @@ VERSION = "0.9.0"  # of the format as read; the package writes its own there and
 
 @dataclass(frozen=True)
 class Verifier:
-    """The target as the format names it: a hub name or a folder, and the architectures of its config.json."""
+    """The target: its folder, and as the format names it: a hub name or a folder, and the architectures of its config.json."""
 
+    folder: Path
     name: str
     architectures: tuple[str, ...]
 
@@ -37,21 +42,30 @@ class Verifier:
             architectures = tuple(str(architecture) for architecture in content["architectures"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"target.model: {target / CONFIG}: cannot read the architectures ({type(error).__name__})") from None
-        return cls(name or str(target.resolve()), architectures)
+        return cls(target, name or str(target.resolve()), architectures)
 
 
 def export_speculators(draft: Path, folder: Path, verifier: Verifier, draft_tokens: int, dtype: DType) -> DraftSpec:
     """Write the checkpoint in `draft` to `folder` in the speculators layout, floats in `dtype`.
 
     `draft_tokens` is the draft length that servers take from the file. Raises BundleError as `read_checkpoint` does, and
-    for a draft that the format cannot express; nothing is written then.
+    for a draft that the format cannot express, ConfigError for a target whose embedding does not fit; nothing is written then.
     """
     spec, tensors = read_checkpoint(draft, dtype)
     check_expressible(spec)
+    tensors["embed_tokens.weight"] = _embedding(spec, verifier.folder, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS, tensors)
     manifest.write_json(folder / CONFIG, speculators_config(spec, verifier, draft_tokens, dtype))
     return spec
+
+
+def _embedding(spec: DraftSpec, target: Path, dtype: DType) -> Tensor:
+    """Return the target's embedding [V, H], in `dtype` where that loses nothing: a rounded one would be another one."""
+    embedding = target_embedding(target, spec)
+    assert embedding is not None  # noqa: S101 -- for the type checker: the widths agree
+    rounded = embedding.to(FLOATS[dtype])
+    return rounded if torch.equal(rounded.float(), embedding) else embedding
 
 
 def check_expressible(spec: DraftSpec) -> None:

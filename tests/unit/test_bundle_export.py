@@ -105,7 +105,7 @@ class TestLimits:
         (broken / "model.safetensors").write_bytes((draft / "model.safetensors").read_bytes())
         for write in (
             lambda out: export_draft(broken, out, "float32"),
-            lambda out: export_speculators(broken, out, Verifier("x", ()), 3, "float32"),
+            lambda out: export_speculators(broken, out, Verifier(tmp_path, "x", ()), 3, "float32"),
         ):
             with pytest.raises(BundleError, match=key):
                 write(tmp_path / "out")
@@ -149,19 +149,21 @@ class TestSpeculators:
         assert layer["rope_parameters"] == spec.rope_parameters
         assert (layer["num_hidden_layers"], layer["head_dim"], layer["vocab_size"]) == (4, 32, 320)
         made, source = load_file(tmp_path / "out" / "model.safetensors"), load_file(draft / "model.safetensors")
-        assert made.keys() == source.keys()
+        assert made.keys() - source.keys() == {"embed_tokens.weight"}
         assert all(torch.equal(made[name], source[name].to(made[name].dtype)) for name in source)
+        assert made["fc.weight"].dtype == torch.bfloat16
+        assert torch.equal(made["embed_tokens.weight"], load_file(target / "model.safetensors")["model.embed_tokens.weight"])
 
     def test_the_flags_are_the_drafts(self, spec: DraftSpec) -> None:
         for flag in ("fc_norm", "norm_output", "norm_before_residual"):
             for value in (True, False):
-                made = speculators_config(replace(spec, **{flag: value}), Verifier("x", ("A",)), 3, "float32")
+                made = speculators_config(replace(spec, **{flag: value}), Verifier(Path("x"), "x", ("A",)), 3, "float32")
                 assert made[flag] is value
 
     def test_another_width_cannot_be_said(self, target: Path, tmp_path: Path) -> None:
         wide = make_draft(replace(CASE, hidden=96), target, tmp_path / "draft")
         with pytest.raises(BundleError, match="the draft is 96 wide, its target 64.*--format vllm"):
-            export_speculators(wide, tmp_path / "out", Verifier("x", ()), 3, "float32")
+            export_speculators(wide, tmp_path / "out", Verifier.of(target), 3, "float32")
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the package speculators is not installed")
@@ -182,6 +184,7 @@ class TestSpeculators:
             name: tuple(tensor.shape) for name, tensor in load_file(ours / "model.safetensors").items()
         }
         draft, model = load_draft(ours, target).eval(), load_target(target, "float32")
+        assert torch.equal(loaded.embed_tokens.weight, draft.embed_tokens.weight)
         context = max(prompts(), key=len)
         theirs = _first_steps(loaded, model, draft, context)
         wanted, _ = greedy_chains(model, draft, [context[: at + 2] for at in range(len(context) - 1)], 1)
