@@ -14,6 +14,7 @@ from tests.contract.harness import STEPS, Job, Verdict, has_vllm, make_job, run_
 SEEN_THROUGH = ("norm_output flipped", "states swapped", "rope scaling lost")
 SPECULATORS = Case(aux=4, rope="yarn", norm_before_residual=True, heads=(4, 1, 64))  # no default of vLLM's fits it
 
+pytestmark = pytest.mark.timeout(1500)  # nine engines: a minute on an idle core, many on a loaded one
 needs_vllm = pytest.mark.skipif(not has_vllm(), reason="no vLLM here (make setup)")
 
 
