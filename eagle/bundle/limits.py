@@ -1,8 +1,9 @@
 """What vLLM cannot run, or would run otherwise than the draft was trained: refused at export and at every check.
 
 From vLLM 0.32's source (`model_executor/layers/attention`, `.../rotary_embedding`, `model_executor/models/llama_eagle3.py`)
-and from comparing its drafts with ours token for token (tests/contract). The rotary embeddings are the trap: vLLM takes
-`dynamic` and `longrope` too, without a word, and computes them differently from transformers, with which drafts are trained.
+and from comparing its drafts with ours token for token (tests/contract). The rotary embeddings are the trap: vLLM takes more
+types and keys than transformers, with which drafts are trained, and without a word (seen: `rope_dim`, which transformers
+ignores). `dynamic` and `longrope` change with the length of the sequence in transformers; vLLM has one table.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def _check_rope(rope: Mapping[str, Any]) -> None:
     kind = rope.get("rope_type")
     if kind not in ROPE_KEYS:
         raise BundleError(
-            f"{_PLACE}: rope_type {kind!r}{closest(str(kind), ROPE_KEYS)} is computed differently by vLLM and by transformers, "
-            f"with which the draft was trained; known: {', '.join(ROPE_KEYS)}; train the draft anew: it then gets a plain one"
+            f"{_PLACE}: rope_type {kind!r}{closest(str(kind), ROPE_KEYS)} is not one that vLLM and transformers compute alike; "
+            f"known: {', '.join(ROPE_KEYS)}; train the draft anew: it then gets a plain one"
         )
     unknown = sorted(set(rope) - {"rope_type", "rope_theta", *ROPE_KEYS[kind]})
     if unknown:

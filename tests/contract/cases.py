@@ -103,7 +103,10 @@ def every_pair() -> set[tuple[str, Any, str, Any]]:
 
 
 def all_cases() -> list[Case]:
-    """Return the telling cases, and after them every combination of flags, depth and width, the rest so that every pair occurs."""
+    """Return the telling cases, and after them every combination of flags, depth and width.
+
+    The rest is chosen so that every pair of settings occurs, and then as many triples as can be.
+    """
     return [*TELLING, *_covering()]
 
 
@@ -111,11 +114,21 @@ def _covering() -> Iterator[Case]:
     rest = [name for name in DIMENSIONS if name not in _WHOLE]
     fillings = [dict(zip(rest, values, strict=True)) for values in product(*(DIMENSIONS[name] for name in rest))]
     open_pairs = every_pair()
+    seen: set[tuple[Any, ...]] = set()
     for values in product(*(DIMENSIONS[name] for name in _WHOLE)):
         held = dict(zip(_WHOLE, values, strict=True))
-        best = max((Case(**held, **filling) for filling in fillings), key=lambda case: len(pairs(case) & open_pairs))
+        some = [Case(**held, **filling) for filling in fillings]
+        best = max(some, key=lambda case: len(pairs(case) & open_pairs))
+        if not pairs(best) & open_pairs:
+            best = max(some, key=lambda case: len(_triples(case) - seen))
         open_pairs -= pairs(best)
+        seen |= _triples(best)
         yield best
+
+
+def _triples(case: Case) -> set[tuple[Any, ...]]:
+    held = asdict(case)
+    return {tuple((name, held[name]) for name in names) for names in combinations(DIMENSIONS, 3)}
 
 
 def make_target(case: Case, folder: Path) -> Path:
