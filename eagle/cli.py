@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle import __version__
-from eagle.commands import dataset, registry
+from eagle.commands import bundle, dataset, registry
 from eagle.commands.ablate import ablate
 from eagle.commands.bench import bench
 from eagle.commands.doctor import doctor
@@ -33,9 +33,8 @@ EXIT_CODES = (
 )
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=HELP, epilog=EXIT_CODES)
 target_app = typer.Typer(no_args_is_help=True, help="The served model.")
-bundle_app = typer.Typer(no_args_is_help=True, help="vLLM-ready draft bundles.")
 app.add_typer(target_app, name="target")
-app.add_typer(bundle_app, name="bundle")
+app.add_typer(bundle.app, name="bundle")
 app.add_typer(dataset.app, name="dataset")
 app.add_typer(registry.app, name="registry")
 for command in (tune, bench, serve, watch, ablate, doctor):
@@ -126,21 +125,6 @@ def fetch_demo(context: typer.Context) -> None:
     folder = ensure_demo(root / config.paths.cache)
     verify_demo(folder)
     sys.stdout.write(f"{folder}\n")
-
-
-@bundle_app.command("validate")
-def bundle_validate(
-    context: typer.Context,
-    path: Annotated[Path, typer.Argument(help="The bundle folder.")],
-    target: Annotated[
-        Path | None, typer.Option("--target", help="Target folder to check the widths and the vocabulary against.")
-    ] = None,
-) -> None:
-    """Check a bundle against vLLM's contract. Example: eagle bundle validate runs/default/bundle/bundle"""
-    from eagle.bundle.validate import check_bundle
-
-    report = check_bundle(path, target)
-    sys.stdout.write(f"{report}\n")
 
 
 def _private_environment() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -47,10 +48,14 @@ def tiny_target(
     vocab_size: int = 320,
     tie: bool = True,
     rope_theta: float = 10000.0,
+    rope: dict[str, Any] | None = None,
     seed: int = 0,
     scale: float = 3.0,
 ) -> Path:
-    """Save a random Llama at `folder` and return it. `scale` sharpens the logits so that answers are not uniform noise."""
+    """Save a random Llama at `folder` and return it. `scale` sharpens the logits so that answers are not uniform noise.
+
+    `rope` adds keys to its rope_parameters.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=hidden,
@@ -62,7 +67,7 @@ def tiny_target(
         vocab_size=vocab_size,
         tie_word_embeddings=tie,
         max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta, **(rope or {})},
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eagle import manifest
+from eagle.bundle.limits import check_limits
 from eagle.draft.io import CONFIG, WEIGHTS, check_tensors, read_spec, tensor_headers
 from eagle.draft.spec import FLOATS, DraftSpec
 from eagle.errors import BundleError, closest
@@ -26,7 +27,7 @@ FOREIGN_KEYS = (
     "logit_scale", "quantization_config", "sliding_window", "layer_types", "parallel_drafting",
     "speculators_model_type", "transformer_layer_config", "model",
 )  # fmt: skip
-# vLLM's CPU attention knows these head sizes only (v1/attention/backends/cpu_attn.py).
+# The head sizes that vLLM's CPU attention lists (v1/attention/backends/cpu_attn.py); 0.32 runs 48 all the same.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -58,11 +59,13 @@ def check_bundle(folder: Path, target: Path | None = None) -> BundleReport:
     """Check a bundle folder, and with `target` (a Hugging Face folder) that it fits that target. Returns what it holds.
 
     Raises BundleError naming the first wrong key of config.json, the first tensor that is missing, unexpected, of
-    another shape or dtype or not finite, a vocabulary map that is not ascending or out of range, or a stray weight file.
+    another shape or dtype or not finite, a vocabulary map that is not ascending or out of range, a stray weight file, or
+    what vLLM cannot run as it was trained (`limits`).
     """
     if not folder.is_dir():
         raise BundleError(f"no folder {folder}; give the bundle folder, the one that holds config.json")
     spec = read_spec(folder)
+    check_limits(spec)
     dtype = _check_config(folder, spec)
     _check_files(folder)
     weights = folder / WEIGHTS
@@ -73,9 +76,10 @@ def check_bundle(folder: Path, target: Path | None = None) -> BundleReport:
         if found.is_floating_point and found != FLOATS[dtype]:
             raise BundleError(f"{weights}: tensor '{name}' has dtype {found}, config.json's torch_dtype says {dtype}")
     parameters = _check_values(weights, spec)
-    notes = _check_target(spec, target) if target is not None else []
+    notes = check_fits(spec, target) if target is not None else []
     if spec.head_dim not in CPU_HEAD_SIZES:
-        notes.append(f"head_dim {spec.head_dim} runs on CUDA only (CPU: {', '.join(map(str, CPU_HEAD_SIZES))})")
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        notes.append(f"head_dim {spec.head_dim} is not among the sizes that vLLM's CPU attention lists ({sizes})")
     return BundleReport(folder, spec, dtype, len(headers), parameters, weights.stat().st_size, tuple(notes))
 
 
@@ -152,7 +156,8 @@ def _check_maps(weights: Path, spec: DraftSpec, d2t: Tensor, t2d: Tensor) -> Non
         raise BundleError(f"{weights}: tensor 't2d' marks other tokens than 'd2t' maps to")
 
 
-def _check_target(spec: DraftSpec, target: Path) -> list[str]:
+def check_fits(spec: DraftSpec, target: Path) -> list[str]:
+    """Check that a draft fits a target's Hugging Face folder; return limits that are no errors. BundleError when it does not."""
     dims = target_dims(target)
     pairs = (("vocab_size", spec.vocab_size, dims.vocab_size), ("target_hidden_size", spec.target_hidden_size, dims.hidden_size))
     for key, found, wanted in pairs:
