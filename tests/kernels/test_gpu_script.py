@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_figures
-from benchmarks.gpu_figures import MISSING, against_compile, bandwidth, overhead, reading
+from benchmarks.gpu_figures import MISSING, against_compile, bandwidth, overhead_of, reading
 from eagle import manifest
 
 pytest.importorskip("triton")
@@ -140,7 +140,7 @@ def write(path: Path, **changes: Any) -> Path:
 
 def test_the_figures_read_what_the_script_measured(tmp_path):
     path = write(tmp_path / "gpu.json")
-    found = reading("launches", overhead, path)
+    found = reading("launches", overhead_of("fused + graph"), path)
     assert found.value == pytest.approx(0.25)
     assert found.why == "NVIDIA H200, 2026-12-01: 1000 us against 4000 us a step"
     assert reading("launches", against_compile, path).value == pytest.approx(0.25)  # the worse of 8 / 1 and 8 / 32
@@ -148,16 +148,16 @@ def test_the_figures_read_what_the_script_measured(tmp_path):
 
 
 def test_the_figures_are_null_without_a_measurement(tmp_path, dry):
-    assert reading("launches", overhead, tmp_path / "none.json").why == MISSING
-    assert reading("launches", overhead, dry[2]).value is None
-    assert "dry run" in str(reading("launches", overhead, dry[2]).why)
+    assert reading("launches", overhead_of("fused + graph"), tmp_path / "none.json").why == MISSING
+    assert reading("launches", overhead_of("fused + graph"), dry[2]).value is None
+    assert "dry run" in str(reading("launches", overhead_of("fused + graph"), dry[2]).why)
     (tmp_path / "gpu.json").write_text("{")
     for path in (tmp_path / "gpu.json", write(tmp_path / "cut.json", sections={"launches": {"rows": []}})):
-        found = reading("launches", overhead, path)
+        found = reading("launches", overhead_of("fused + graph"), path)
         assert found.value is None
         assert "damaged or cut short" in str(found.why)
     assert "cut short" in str(reading("bandwidth", bandwidth, tmp_path / "cut.json").why)
 
 
 def test_each_figure_has_its_number():
-    assert [figure.id for figure in gpu_figures.FIGURES] == ["F4.2", "F4.3", "F4.4"]
+    assert [figure.id for figure in gpu_figures.FIGURES] == ["F4.2a", "F4.2b", "F4.3", "F4.4"]
