@@ -20,7 +20,7 @@ class Tick(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cron: str = Field(min_length=9)
+    cron: str = Field(min_length=1)
     timezone: str = "UTC"
     slug: str | None = None
 
@@ -52,7 +52,7 @@ class Definition(BaseModel):
         """Return it with what the command line said; one without a schedule is returned as it is."""
         if not self.schedules:
             return self
-        tick = {name: value for name, value in (("cron", cron), ("timezone", timezone)) if value is not None}
+        tick = {name: value for name, value in (("cron", cron), ("timezone", timezone)) if value}
         said = {name: value for name, value in (("profile", profile), ("overrides", overrides)) if value}
         schedules = tuple(Tick.model_validate(old.model_dump() | tick) for old in self.schedules)
         return self.model_copy(update={"schedules": schedules, "parameters": self.parameters | said})

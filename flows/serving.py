@@ -13,18 +13,19 @@ import yaml
 from prefect import Flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import ConcurrencyLimitConfig
-from prefect.events import DeploymentEventTrigger
+from prefect.events import DeploymentTriggerTypes
 from prefect.events.schemas.automations import AutomationCore
 from prefect.exceptions import PrefectException
 from prefect.runner import Runner
 from prefect.schedules import Cron
 from prefect.types.entrypoint import EntrypointType
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from eagle.errors import ConfigError, PreflightError
 from flows.definitions import Definition
 
 RUNNER = "eagle-schedule"
+TRIGGER: TypeAdapter[DeploymentTriggerTypes] = TypeAdapter(DeploymentTriggerTypes)
 
 
 def serve(definitions: Sequence[Definition], automations: Path | None) -> None:
@@ -56,7 +57,7 @@ def arguments(definition: Definition) -> dict[str, Any]:
             "parameters": definition.parameters,
             "schedules": [Cron(tick.cron, timezone=tick.timezone, slug=tick.slug) for tick in definition.schedules] or None,
             "concurrency_limit": ConcurrencyLimitConfig(**limit.model_dump()) if limit else None,
-            "triggers": [DeploymentEventTrigger.model_validate(trigger) for trigger in definition.triggers],
+            "triggers": [TRIGGER.validate_python(trigger) for trigger in definition.triggers],
             "entrypoint_type": EntrypointType.MODULE_PATH,
         }
     except ValidationError as error:
@@ -72,7 +73,9 @@ def load_flow(entrypoint: str) -> Flow[..., Any]:
     try:
         found = getattr(import_module(module), name, None)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"entrypoint {entrypoint}: no module {error.name}; it is a path below the project, such as flows/retrain.py") from None
+        raise ConfigError(
+            f"entrypoint {entrypoint}: no module {error.name}; give a path below the project, such as flows/retrain.py:retrain"
+        ) from None
     if not isinstance(found, Flow):
         raise ConfigError(f"entrypoint {entrypoint}: {module} has no flow '{name}'")
     return found
