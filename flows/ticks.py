@@ -24,7 +24,12 @@ def lateness(max_minutes: float | None) -> str | None:
     run = scheduled_run()
     if run is None or max_minutes is None or run.expected_start_time is None or int(runtime.run_count or 0) > 1:
         return None
-    return too_late(run.expected_start_time, datetime.now(UTC), max_minutes)
+    return too_late(run.expected_start_time, clock(), max_minutes)
+
+
+def clock() -> datetime:
+    """Return the time now, with its zone."""
+    return datetime.now(UTC)
 
 
 def too_late(due: datetime, now: datetime, max_minutes: float) -> str | None:

@@ -64,13 +64,13 @@ def reproduce(store: Store, recorded: Recorded, root: Path, keep: Path | None = 
     not the same; StepFailed when a step does not end well there.
     """
     commit = require_commit(recorded, root)
-    check_outside(recorded, root)
     with tempfile.TemporaryDirectory(prefix="eagle-reproduce-") as made:
         scratch = Path(made)
         base = keep or scratch / "run"
         registered = fetch_version(store, get_version(store, recorded.model, recorded.version), scratch / "registered")
         with checked_out(commit, root, scratch / "checkout") as project:
             settings = bring_along(recorded, root, project)
+            check_outside(recorded, store, project)
             profile = scratch / PROFILE
             profile.write_text(yaml.safe_dump(settings, allow_unicode=True), encoding="utf-8")
             for name in STEPS:
