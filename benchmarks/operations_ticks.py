@@ -240,8 +240,8 @@ def _at(project: Path) -> Iterator[None]:
     from flows.server import start_temporary_api
 
     before, table = Path.cwd(), dict(steps.STEPS)
-    if not os.environ.get("PREFECT_API_URL"):
-        os.environ["PREFECT_HOME"] = str(project / ".state" / "prefect")
+    os.environ.pop("PREFECT_API_URL", None)
+    os.environ["PREFECT_HOME"] = str(project / ".state" / "prefect")
     _prepare(project)
     start_temporary_api(project / ".state" / "prefect" / "server.log")()
     try:
