@@ -1,4 +1,4 @@
-"""The figures of operations. F6.3, F6.5 and F6.6 are here: recovery from kill -9, promotion under readers, registrations side by side.
+"""The figures of operations. Here: F6.3, F6.5 and F6.6, recovery from kill -9, promotion under readers, registrations side by side.
 
 F6.1 and F6.2 are in operations_overhead, F6.4 in operations_clones, F6.7 in operations_ticks. All of them work in
 build/figures-operations, on a project of their own with a tiny random target; no training of note.

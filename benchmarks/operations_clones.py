@@ -58,7 +58,7 @@ def _run(command: list[str], folder: Path) -> str:
     environment: dict[str, Any] = dict(os.environ)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     environment["PYTHONPATH"] = str(folder)
-    done = subprocess.run(command, cwd=folder if folder.is_dir() else ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"error: {' '.join(command[:4])} ended with {done.returncode} in {folder}: {(done.stdout + done.stderr)[-1000:]}")
     return done.stdout

@@ -36,9 +36,8 @@ def overhead() -> Measured:
     root = make_project(WORK / "overhead")
     rows = []
     for number in range(ROUNDS):
-        by_hand = sum(
-            _timed(root, "eagle", "--root", str(root), "step", name, "--dir", str(root / "runs" / f"hand-{number}")) for name in STEPS
-        )
+        base = str(root / "runs" / f"hand-{number}")
+        by_hand = sum(_timed(root, "eagle", "--root", str(root), "step", name, "--dir", base) for name in STEPS)
         by_flow = _timed(root, HOOKED, "--run-id", f"flow-{number}")
         rows.append({"by_hand": round(by_hand, 2), "by_flow": round(by_flow, 2), "overhead": round(by_flow - by_hand, 2)})
     value = statistics.median(row["overhead"] for row in rows)
@@ -49,7 +48,8 @@ def overhead() -> Measured:
 
 def _timed(root: Path, *arguments: str) -> float:
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", *arguments], cwd=root, env=environment(), capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, cwd=root, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"error: {' '.join(arguments)} ended with {done.returncode}: {done.stderr[-1000:]}")
     return time.monotonic() - began
@@ -153,7 +153,14 @@ def _memory(process: psutil.Process) -> int:
 
 
 FIGURES = (
-    Figure("F6.1", "the flow over the seven steps by hand, tiny profile (bound also 3 % of a 20-minute run)", "s", "<=", 20.0, overhead),
+    Figure(
+        "F6.1",
+        "the flow over the seven steps by hand, tiny profile (bound also 3 % of a 20-minute run)",
+        "s",
+        "<=",
+        20.0,
+        overhead,
+    ),
     Figure(
         "F6.2",
         "a scheduled tick with nothing new, from its time to its end (bound also 600 MiB, all processes together)",

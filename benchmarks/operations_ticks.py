@@ -213,7 +213,8 @@ def _verdict(world: World, missed: list[int]) -> Measured:
         "wrong_champion": int(found is None or found.acceptance_length != wanted),
     }
     counts = {word: sum(outcome == word for outcome in world.outcomes.values()) for word in sorted(set(world.outcomes.values()))}
-    row = wrong | {"ticks": len(world.outcomes), **counts, "outages": len(plan.outages), "champion": found and found.acceptance_length}
+    row = wrong | counts | {"ticks": len(world.outcomes), "outages": len(plan.outages)}
+    row["champion"] = found.acceptance_length if found else None
     return Measured(sum(wrong.values()), [row])
 
 

@@ -1,4 +1,4 @@
-"""The deployments of prefect.yaml as checked values, so that serving from one machine and work pools share one file. No Prefect here."""
+"""The deployments of prefect.yaml as checked values: one file for serving from this machine and for work pools. No Prefect here."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Limit(BaseModel):
 
 
 class Definition(BaseModel):
-    """One deployment. What only work pools need (work_pool, pull, tags) is not read."""
+    """One deployment. What only work pools need (work_pool and the build, push and pull steps) is not looked at."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -47,6 +47,13 @@ class Definition(BaseModel):
     schedules: tuple[Tick, ...] = ()
     concurrency_limit: Limit | None = None
     triggers: tuple[dict[str, Any], ...] = ()
+    tags: tuple[str, ...] = ()
+    version: str | None = None
+    paused: bool | None = None
+    work_pool: Any = None
+    build: Any = None
+    push: Any = None
+    pull: Any = None
 
     def moved(self, cron: str | None, timezone: str | None, profile: str | None, overrides: list[str]) -> Definition:
         """Return it with what the command line said; one without a schedule is returned as it is."""

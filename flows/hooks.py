@@ -40,7 +40,8 @@ def _tell(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any], then: str)
     why = " ".join((state.message or state.name or "").split())
     logger.error("%s: %s; %s", state.name, why, then)
     text = f"**{state.name}**: {why}\n\nNext, {then}\n"
-    artifact = ArtifactCreate(key=KEY, type="markdown", description=f"{flow_run.name}: {state.name}", data=text, flow_run_id=flow_run.id)
+    about = f"{flow_run.name}: {state.name}"
+    artifact = ArtifactCreate(key=KEY, type="markdown", description=about, data=text, flow_run_id=flow_run.id)
     try:
         with get_client(sync_client=True) as client:
             client.create_artifact(artifact)

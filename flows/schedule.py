@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timezone", help="IANA name, for example Europe/Berlin")
     parser.add_argument("--profile", "-p", help="default, a name in profiles/, or a YAML file")
     parser.add_argument("--set", "-s", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--port", type=int, default=PORT, help=f"of the own server, where PREFECT_API_URL is not set; default {PORT}")
+    parser.add_argument("--port", type=int, default=PORT, help=f"of the own server, without PREFECT_API_URL; default {PORT}")
     return parser
 
 

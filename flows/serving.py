@@ -58,6 +58,9 @@ def arguments(definition: Definition) -> dict[str, Any]:
             "schedules": [Cron(tick.cron, timezone=tick.timezone, slug=tick.slug) for tick in definition.schedules] or None,
             "concurrency_limit": ConcurrencyLimitConfig(**limit.model_dump()) if limit else None,
             "triggers": [TRIGGER.validate_python(trigger) for trigger in definition.triggers],
+            "tags": list(definition.tags),
+            "version": definition.version,
+            "paused": definition.paused,
             "entrypoint_type": EntrypointType.MODULE_PATH,
         }
     except ValidationError as error:

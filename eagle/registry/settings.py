@@ -48,7 +48,7 @@ def log_settings(store: Store, run_id: str, context: StepContext) -> None:
 
 
 def recorded(store: Store, version: ModelVersion) -> Recorded:
-    """Return what is recorded of a version. ConfigError when it was registered before its settings were kept, or not by this product."""
+    """Return what is recorded of a version. ConfigError when its settings were not kept: it is older, or of another product."""
     tags, name = version.tags, f"{version.name} version {version.version}"
     with tempfile.TemporaryDirectory() as scratch:
         try:

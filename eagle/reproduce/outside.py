@@ -1,4 +1,4 @@
-"""What a run read from outside its commit: target, prompt files, replayed data, a warm start's draft. Found, checked, brought along."""
+"""What a run read from outside its commit, found and checked: target, prompt files, replayed data, a warm start's draft."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DRAFT_FILES = ("config.json", "model.safetensors")
 
 
 def check_outside(recorded: Recorded, store: Store, project: Path) -> None:
-    """Check that what `bring_along` brought is all there with the recorded hashes. ConfigError, one line, names the first that is not."""
+    """Check that what `bring_along` brought has the recorded hashes. ConfigError, one line, names the first that has not."""
     config, known = recorded.config, recorded.outside.get("dataset", {})
     for name in config["dataset"]["prompt_files"]:
         path = project / name
@@ -31,7 +31,8 @@ def check_outside(recorded: Recorded, store: Store, project: Path) -> None:
         found = manifest.read_manifest(project / replayed)
         _same(f"dataset.replay_from: {replayed}", found["content_hash"] if found else None, known.get("replay_from"))
     target = TargetConfig(model=config["target"]["model"], revision=config["target"].get("revision"))
-    _same(f"target.model: {target.model}", target_fingerprint(target, project, project / config["paths"]["cache"]), known.get("target"))
+    fingerprint = target_fingerprint(target, project, project / config["paths"]["cache"])
+    _same(f"target.model: {target.model}", fingerprint, known.get("target"))
     source = config["distill"].get("warm_start")
     if source:
         then = recorded.outside.get("distill", {}).get("warm_start")

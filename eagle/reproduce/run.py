@@ -132,4 +132,4 @@ def _run_step(name: str, project: Path, profile: Path, base: Path) -> None:
                 process.stdin.close()  # the guard's signal to end what is left
             process.wait()
     if code:
-        raise StepFailed(f"reproduce: step {name} ended with exit code {code} at the version's commit; its own message stands above")
+        raise StepFailed(f"reproduce: step {name} ended with exit code {code} at that commit; its own message stands above")

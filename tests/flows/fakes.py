@@ -1,8 +1,8 @@
 """A project whose six expensive steps are replaced by instant ones; the runner, the registry and the flow are the real ones.
 
 `python -m tests.flows.fakes retrain ...` is `python -m flows.retrain ...` with those steps;
-`python -m tests.flows.fakes eagle ...` and `... schedule ...` likewise. EAGLE_FAKE (JSON), or fake.json in the project's folder, changes
-what a step does:
+`python -m tests.flows.fakes eagle ...` and `... schedule ...` likewise. EAGLE_FAKE (JSON), or fake.json in the project's
+folder, changes what a step does:
 {"distill": {"exit": 3}}, {"bench": {"sleep": 60}}, {"bundle": {"kill_once": "/path/of/marker"}}, {"bundle": {"acceptance": 1.1}}.
 """
 

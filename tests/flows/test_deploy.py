@@ -64,8 +64,8 @@ def test_a_run_without_heartbeats_is_crashed_by_the_automation(api: str, tmp_pat
     for name, owner in (("retrain", flow), ("another", other)):
         run = ask(api, "POST", "/flow_runs/", {"flow_id": owner, "state": {"type": "RUNNING"}})["id"]
         related = [{"prefect.resource.id": f"prefect.flow.{owner}", "prefect.resource.role": "flow", "prefect.resource.name": name}]
-        event = {"event": "prefect.flow-run.heartbeat", "resource": {"prefect.resource.id": f"prefect.flow-run.{run}"}, "related": related}
-        _send(api, event)
+        resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+        _send(api, {"event": "prefect.flow-run.heartbeat", "resource": resource, "related": related})
         runs[name] = run
     deadline = time.monotonic() + 120
     while ask(api, "GET", f"/flow_runs/{runs['retrain']}")["state"]["type"] != "CRASHED":

@@ -87,7 +87,9 @@ def test_a_deployment_that_cannot_be_used_is_one_line(tmp_path: Path, change: di
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "words"), [("a: [", "not valid YAML"), ("{}", "no deployments"), ("deployments: []", "no deployments")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("a: [", "not valid YAML"), ("{}", "no deployments"), ("deployments: []", "no deployments")]
+)
 def test_a_file_without_deployments_is_one_line(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "p.yaml").write_text(text)
     with pytest.raises(ConfigError, match=words):

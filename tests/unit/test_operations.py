@@ -116,7 +116,8 @@ def test_the_expected_champion_is_the_last_that_was_good_enough() -> None:
 
 
 def test_the_memory_of_a_tree_counts_its_children() -> None:
-    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'x = bytearray(200 << 20); import time; time.sleep(60)']).wait()"
+    child = "x = bytearray(200 << 20); import time; time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     try:
         memory, deadline = operations_overhead.Memory(process.pid), time.monotonic() + 60

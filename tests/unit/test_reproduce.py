@@ -1,4 +1,4 @@
-"""`eagle reproduce` on a real store and a real git repository whose "pipeline" copies files: equal, different, and what it refuses."""
+"""`eagle reproduce` on a real store and git repository, with a "pipeline" that copies files: equal, different, refused."""
 
 from __future__ import annotations
 
