@@ -37,7 +37,11 @@ class Served:
     log: Path
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
-        answer = httpx.request(method, f"{self.api}{path}", json=body, timeout=30)
+        for _ in range(20):  # 503: SQLite is busy; Prefect's own client asks again too
+            answer = httpx.request(method, f"{self.api}{path}", json=body, timeout=30)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break
+            time.sleep(0.5)
         answer.raise_for_status()
         return answer.json() if answer.content else None
 
@@ -213,11 +217,12 @@ def test_the_zombie_automation_is_there_once(served: Served) -> None:
 def test_sigterm_ends_the_schedule_and_its_server(served: Served) -> None:
     family = psutil.Process(served.process.pid).children(recursive=True)
     assert any("prefect" in " ".join(_command(p)) for p in family)
+    before = len(served.log.read_text())
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait(90) == 0, served.log.read_text()[-3000:]
     _, alive = psutil.wait_procs(family, timeout=40)
     assert alive == []
-    assert "Traceback" not in served.log.read_text()
+    assert "Traceback" not in served.log.read_text()[before:]  # a failed run has one, of Prefect's
 
 
 def _alive(pid: int) -> bool:
