@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import httpx
@@ -40,7 +40,7 @@ class Artifacts:
         self._progress: UUID | None = None
         with _tolerant(PROGRESS):
             text = f"run {launch.run_id}: {', '.join(stale)} to do"
-            self._progress = create_progress_artifact(0.0, key=PROGRESS, description=text)
+            self._progress = cast(UUID, create_progress_artifact(0.0, key=PROGRESS, description=text))
 
     def after(self, step: str) -> None:
         """Show that `step` ran, and what it brought: the bench table, the gate's checks."""

@@ -42,7 +42,7 @@ def test_the_work_pools_take_the_deployments(api: str) -> None:
     assert set(found) == {"eagle/retrain", "eagle/promote", "eagle/rollback", "eagle-kubernetes/retrain-kubernetes"}
     for name in ("eagle/retrain", "eagle-kubernetes/retrain-kubernetes"):
         one = found[name]
-        assert (one["concurrency_limit"], one["concurrency_options"]["collision_strategy"]) == (1, "CANCEL_NEW")
+        assert (one["global_concurrency_limit"]["limit"], one["concurrency_options"]["collision_strategy"]) == (1, "CANCEL_NEW")
         assert [(s["schedule"]["cron"], s["schedule"]["timezone"]) for s in one["schedules"]] == [("0 2 * * 0", "UTC")]
     kubernetes = found["eagle-kubernetes/retrain-kubernetes"]
     assert kubernetes["job_variables"]["claim"] == "eagle-data"
