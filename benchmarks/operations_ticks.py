@@ -259,7 +259,8 @@ def month() -> Measured:
     root = WORK / "ticks"
     shutil.rmtree(root, ignore_errors=True)
     measured = simulate(root, make_plan(days, outages, failures))
-    return measured if days == DAYS else replace(measured, why=f"{days} days, {outages} outages, {failures} failed runs (FIGURES_DAYS)")
+    why = f"{days} days, {outages} outages, {failures} failed runs (FIGURES_DAYS)"
+    return measured if days == DAYS else replace(measured, why=why)
 
 
 FIGURES = (
