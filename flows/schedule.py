@@ -4,7 +4,8 @@
     python -m flows.schedule --cron "0 3 * * *" --timezone Europe/Berlin --profile default
 
 Ctrl-C and SIGTERM end it, with the run that is at work; what that run has reached is kept.
-Exit codes: 0 ended by a signal, 2 configuration, 5 the server does not start, does not answer, or its port is taken.
+Exit codes: 0 ended by a signal (143: SIGTERM while it starts), 2 configuration, 5 the server does not start, does not answer,
+or its port is taken.
 """
 
 from __future__ import annotations

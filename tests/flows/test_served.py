@@ -219,7 +219,7 @@ def test_sigterm_ends_the_schedule_and_its_server(served: Served) -> None:
     assert any("prefect" in " ".join(_command(p)) for p in family)
     before = len(served.log.read_text())
     served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(90) == 0, served.log.read_text()[-3000:]
+    assert served.process.wait(90) in (0, 143), served.log.read_text()[-3000:]
     _, alive = psutil.wait_procs(family, timeout=40)
     assert alive == []
     assert "Traceback" not in served.log.read_text()[before:]  # a failed run has one, of Prefect's
