@@ -1,4 +1,5 @@
 # `make run`: set up what is missing, then train, measure, pack and register a draft.  `make test`: the same set-up, then the checks.
+# `make schedule`: retrain at the times of prefect.yaml, from this machine, until Ctrl-C (docs/operations.md).
 # `make figures [ID=F1.1] [PROFILE=full] [FIGURES_RUN=runs/default]`: measure the figures into benchmarks/results/.
 # Variables: PROFILE, ARGS, WORKERS, PYTHON, VLLM_PACKAGE.
 SHELL := /bin/sh
@@ -16,11 +17,14 @@ VLLM_STAMP := .venv-vllm/.installed-$(subst =,-,$(VLLM_PACKAGE))
 PIP_FLAGS := -qq --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE ?= 1
 
-.PHONY: run test lint figures setup peers clean
+.PHONY: run schedule test lint figures setup peers clean
 .DEFAULT_GOAL := run
 
 run: setup
 	@$(PY) -m flows.retrain --profile "$(PROFILE)" $(ARGS)
+
+schedule: setup
+	@$(PY) -m flows.schedule $(if $(filter file,$(origin PROFILE)),,--profile "$(PROFILE)") $(ARGS)
 
 # Files side by side, a thread each: the long end-to-end files come first.
 test: setup lint

@@ -1,6 +1,7 @@
-"""Figures F6.3, F6.5 and F6.6: recovery from kill -9, promotion under readers, registrations side by side.
+"""The figures of operations. Here: F6.3, F6.5 and F6.6, recovery from kill -9, promotion under readers, registrations side by side.
 
-All of them work in build/figures-operations, on a project of their own with a tiny random target; no training of note.
+F6.1 and F6.2 are in operations_overhead, F6.4 in operations_clones, F6.7 in operations_ticks. All of them work in
+build/figures-operations, on a project of their own with a tiny random target; no training of note.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+from benchmarks import operations_clones, operations_overhead, operations_ticks
 from benchmarks.figures import ROOT, Figure, Measured
 from benchmarks.operations_kills import kill_recoveries
 from benchmarks.operations_project import WORK, fill_inputs, make_project
@@ -158,6 +160,7 @@ def recoveries() -> Measured:
 
 
 FIGURES = (
+    *operations_overhead.FIGURES,
     Figure(
         "F6.3",
         "random kill -9 over all steps: same final hashes after `eagle doctor --fix` and a re-run",
@@ -166,6 +169,7 @@ FIGURES = (
         100.0,
         recoveries,
     ),
+    *operations_clones.FIGURES,
     Figure(
         "F6.5",
         "promote or rollback as a command, the slowest (and 1,000 reads during 100 moves: always a complete version)",
@@ -175,4 +179,5 @@ FIGURES = (
         promotion,
     ),
     Figure("F6.6", "20 registrations from 4 processes: lost, made twice, unjudged or left open", "", "==", 0.0, registrations),
+    *operations_ticks.FIGURES,
 )

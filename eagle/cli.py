@@ -19,6 +19,7 @@ from eagle.commands.ablate import ablate
 from eagle.commands.bench import bench
 from eagle.commands.doctor import doctor
 from eagle.commands.invocation import DirOption, Invocation, ProfileOption, SetOption, base_folder, load
+from eagle.commands.reproduce import reproduce
 from eagle.commands.serve import serve
 from eagle.commands.tune import tune
 from eagle.commands.watch import watch
@@ -37,7 +38,7 @@ app.add_typer(target_app, name="target")
 app.add_typer(bundle.app, name="bundle")
 app.add_typer(dataset.app, name="dataset")
 app.add_typer(registry.app, name="registry")
-for command in (tune, bench, serve, watch, ablate, doctor):
+for command in (tune, bench, serve, watch, ablate, doctor, reproduce):
     app.command()(command)
 
 

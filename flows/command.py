@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from typing import Any, cast
 
 from eagle.errors import EagleError
 from eagle.progress import say
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
             from flows.retrain import retrain
 
             wait_for_api()
-            value = retrain(wanted.profile, list(wanted.overrides), wanted.run_id, wanted.force)
+            value = cast("dict[str, Any]", retrain(wanted.profile, list(wanted.overrides), wanted.run_id, wanted.force))
     except StepExit as error:  # its own message stands above already
         say(f"step {error.step} failed; the same command, with the cause mended, continues there")
         return error.exit_code

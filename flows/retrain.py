@@ -15,48 +15,60 @@ if __name__ == "__main__":  # the command refuses a bad request before Prefect i
 
     sys.exit(main())
 
-import httpx
 from prefect import flow
-from prefect.artifacts import create_markdown_artifact
-from prefect.exceptions import PrefectException
-from prefect.logging import get_run_logger
+from prefect.states import Completed, State
+from prefect.tasks import exponential_backoff
 
+from eagle.errors import BusyError
 from eagle.steps import STEPS
 from flows import launch as launching
-from flows import summary
+from flows import summary, ticks
+from flows.artifacts import Artifacts
+from flows.hooks import tell_crash, tell_failure
 from flows.tasks import bring_up_to_date
 
+JITTER = 0.2
 
-@flow(name="retrain", persist_result=False)
+
+@flow(name="retrain", persist_result=False, on_failure=[tell_failure], on_crashed=[tell_crash])
 def retrain(
     profile: str = "default", overrides: list[str] | None = None, run_id: str | None = None, force: bool = False
-) -> dict[str, Any]:
+) -> dict[str, Any] | State[Any]:
     """Bring all seven steps of runs/<run_id> up to date and return `{run_id, folder, steps, model, version, alias, verdict, uri}`.
 
     run_id: default is the profile's name. force: run every step anew. A rejected challenger is a result, not a failure.
+    A scheduled run that comes too late, or while another one is at the same folder, ends at once as Completed, and so
+    does one with nothing to do; the state's message says which.
     Raises ConfigError, BusyError, PreflightError before anything is started; StepExit or StepTimeout from a step.
     """
     launch = launching.prepare(profile, tuple(overrides or ()), run_id, force=force)
-    with launching.run_lock(launch):
-        launching.preflight(launch)
-        run = bring_up_to_date.with_options(retries=launch.config.flow.retries, retry_delay_seconds=1)
-        seconds: dict[str, float | None] = {}
-        for name in STEPS:
-            seconds[name] = run(name, launch)
-            if seconds[name] is not None:
-                _show_artifact(name, launch)
-        return summary.result(launch.base, launch.run_id, seconds)
-
-
-def _show_artifact(name: str, launch: launching.Launch) -> None:
-    """Publish the bench table and the gate's verdict as Prefect artifacts. A failing API costs a warning, not the run."""
-    if name == "bench":
-        markdown = f"```\n{summary.bench_table(launch.base)}\n```"
-    elif name == "register":
-        markdown = "\n".join(f"- {line.strip()}" for line in summary.gate_lines(launch.base))
-    else:
-        return
+    late = ticks.lateness(launch.config.flow.max_late_minutes)
+    if late:
+        return Completed(message=late)
     try:
-        create_markdown_artifact(markdown=markdown, key=f"eagle-{name}", description=f"{name} of run {launch.run_id}")
-    except (PrefectException, httpx.HTTPError) as error:
-        get_run_logger().warning("artifact of %s not stored: %s", name, error)
+        with launching.run_lock(launch):
+            return _retrain(launch)
+    except BusyError as error:
+        if ticks.scheduled_run() is None:
+            raise
+        return Completed(message=f"busy, skipped: {error}")
+
+
+def _retrain(launch: launching.Launch) -> dict[str, Any] | State[Any]:
+    stale = launching.preflight(launch)
+    if not stale:
+        value = summary.result(launch.base, launch.run_id, dict.fromkeys(STEPS))
+        return Completed(message=f"nothing new: {', '.join(STEPS)} up to date", data=value)
+    settings = launch.config.flow
+    run = bring_up_to_date.with_options(
+        retries=settings.retries, retry_delay_seconds=exponential_backoff(settings.retry_delay_s), retry_jitter_factor=JITTER
+    )
+    artifacts = Artifacts(launch, stale)
+    seconds: dict[str, float | None] = {}
+    for name in STEPS:
+        seconds[name] = run(name, launch)
+        if seconds[name] is not None:
+            artifacts.after(name)
+    value = summary.result(launch.base, launch.run_id, seconds)
+    artifacts.at_the_end(seconds)
+    return value

@@ -1,4 +1,4 @@
-"""Prefect's API for the time of one command, when no server is set up: `prefect server start` on a free loopback port.
+"""Prefect's API for the time of one command, when no server is set up: `prefect server start` on a loopback port.
 
 Prefect would start one itself, but in our process group, where Ctrl-C ends it before the run's state is stored, and
 a `kill -9` of the command would leave it behind. Ours is in its own session and under the guard. No Prefect import here.
@@ -24,6 +24,7 @@ START_SECONDS = 90.0
 GRACE_SECONDS = 5.0
 ATTEMPTS = 3
 QUIET = ("--no-ui", "--no-scheduler", "--no-late-runs", "--analytics-off", "--log-level", "ERROR")
+SCHEDULING = ("--ui", "--scheduler", "--late-runs", "--analytics-off", "--log-level", "ERROR")
 
 
 def start_temporary_api(log: Path) -> Callable[[], None]:
@@ -36,9 +37,27 @@ def start_temporary_api(log: Path) -> Callable[[], None]:
     """
     if os.environ.get("PREFECT_API_URL"):
         return lambda: None
+    return _start_api(log, _free_port(), QUIET)
+
+
+def start_scheduling_api(log: Path, port: int) -> Callable[[], None]:
+    """Like `start_temporary_api`, with scheduler, automations and UI, at a fixed port: commands and `eagle watch` find it there.
+
+    Raises PreflightError when something listens at the port already.
+    """
+    if os.environ.get("PREFECT_API_URL"):
+        return lambda: None
+    if not _is_free(port):
+        raise PreflightError(
+            f"schedule: port {port} is in use; if a Prefect server runs there, set PREFECT_API_URL=http://127.0.0.1:{port}/api, "
+            "else give another --port"
+        )
+    return _start_api(log, port, SCHEDULING)
+
+
+def _start_api(log: Path, port: int, options: tuple[str, ...]) -> Callable[[], None]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
-    servers = [_start(port, log)]
+    servers = [_start(port, log, options)]
     atexit.register(_stop, servers)
     os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
 
@@ -46,7 +65,7 @@ def start_temporary_api(log: Path) -> Callable[[], None]:
         deadline = time.monotonic() + START_SECONDS
         while not _answers(port):
             if servers[-1].poll() is not None and len(servers) < ATTEMPTS and time.monotonic() < deadline:
-                servers.append(_start(port, log))  # two first uses may have migrated one database at once
+                servers.append(_start(port, log, options))  # two first uses may have migrated one database at once
             elif servers[-1].poll() is not None or time.monotonic() > deadline:
                 raise PreflightError(f"Prefect's temporary server did not start within {START_SECONDS:.0f} s; its output: {log}")
             time.sleep(0.05)
@@ -61,8 +80,8 @@ def _stop(servers: list[subprocess.Popen[bytes]]) -> None:
         server.wait()
 
 
-def _start(port: int, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), *QUIET]
+def _start(port: int, log: Path, options: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), *options]
     with log.open("wb") as output:
         return subprocess.Popen(  # noqa: S603
             [sys.executable, str(GUARD), str(GRACE_SECONDS), *command],
@@ -74,6 +93,16 @@ def _start(port: int, log: Path) -> subprocess.Popen[bytes]:
 def _behind_the_steps() -> None:
     """Between fork and exec: the server polls all the time, and a step's threads that wait for each other must not wait for it."""
     os.nice(19)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def _free_port() -> int:

@@ -12,7 +12,7 @@ from eagle.steps import STEPS
 
 def result(base: Path, run_id: str, seconds: dict[str, float | None]) -> dict[str, Any]:
     """Return the flow's value: small JSON. seconds: {step: seconds, or None when it was up to date}."""
-    registered = manifest.read_json(base / "register" / "registration.json")
+    registered = registration(base)
     return {
         "run_id": run_id,
         "folder": str(base),
@@ -26,9 +26,29 @@ def bench_table(base: Path) -> str:
     return (base / "bench" / "table.txt").read_text(encoding="utf-8").rstrip()
 
 
+def registration(base: Path) -> dict[str, Any]:
+    """Return what the register step wrote of the version, the gate and the store."""
+    found: dict[str, Any] = manifest.read_json(base / "register" / "registration.json")
+    return found
+
+
+def report(base: Path) -> str:
+    """Return the report of a run as Markdown: the gate, then the model card."""
+    card = base / "bundle" / "bundle" / "README.md"
+    gate = "\n".join(f"- {line.strip()}" for line in gate_lines(base))
+    text = card.read_text(encoding="utf-8")
+    body = text.partition("\n---\n")[2] if text.startswith("---\n") else text  # the front matter is for model hubs
+    return f"{gate}\n\n{body.strip()}\n"
+
+
+def gate_rows(base: Path) -> list[dict[str, Any]]:
+    """Return the gate's checks as rows: name, value, bound, better, ok, note."""
+    return list(registration(base)["reasons"])
+
+
 def gate_lines(base: Path) -> list[str]:
     """Return the gate's verdict and its checks, a line each."""
-    registered = manifest.read_json(base / "register" / "registration.json")
+    registered = registration(base)
     head = f"gate: {registered['verdict']}; {registered['model']} version {registered['version']}, alias {registered['alias']}"
     return [head, *(f"  {line}" for line in registered["lines"])]
 
@@ -40,7 +60,7 @@ def text(value: dict[str, Any]) -> str:
     lines = [f"run '{value['run_id']}' in {base}"]
     for name, seconds in value["steps"].items():
         lines.append(f"  {name:<{width}}  {'up to date' if seconds is None else f'{seconds:8.1f} s'}")
-    registered = manifest.read_json(base / "register" / "registration.json")
+    registered = registration(base)
     lines += ["", bench_table(base), "", *gate_lines(base), "", "serve it:", f"  {registered['serve']}", ""]
     fetch = f"MLFLOW_TRACKING_URI={shlex.quote(registered['tracking_uri'])} .venv/bin/mlflow artifacts download -u {value['uri']}"
     if value["verdict"] == "passed":

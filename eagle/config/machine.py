@@ -54,4 +54,10 @@ class FlowConfig(Section):
 
     step_timeout_s: PositiveInt = Field(6 * 3600, description="a step that runs longer is ended, with its children")
     retries: Annotated[int, Field(ge=0, le=10)] = Field(1, description="retries of a step that crashed (not of a refused one)")
+    retry_delay_s: Annotated[float, Field(ge=0.0, le=3600.0)] = Field(
+        10.0, description="seconds before the first retry; each further one waits twice as long"
+    )
+    max_late_minutes: Annotated[float, Field(gt=0.0)] | None = Field(
+        60.0, description="a scheduled run that starts later than this after its time ends at once, skipped; null = never"
+    )
     min_free_gib: Annotated[float, Field(ge=0.0)] = Field(4.0, description="free disk that the run asks for before it starts")

@@ -55,8 +55,8 @@ def _end(process: psutil.Process) -> bool:
 def temporary_findings(folder: Path | None = None) -> Iterator[Finding]:
     """Yield this user's leftovers in the system's folder for temporary files (or in `folder`).
 
-    A vLLM job's folder when the process that made it is gone; a Prefect home of a test session when nothing was written
-    in it for a day and no process names it.
+    A vLLM job's folder when the process that made it is gone; a Prefect home of a test session, and the checkout of an
+    `eagle reproduce`, when nothing was written in it for a day and no process names it.
     """
     place = folder or Path(tempfile.gettempdir())
     for path in sorted(place.glob("eagle-vllm-*")):
@@ -65,12 +65,13 @@ def temporary_findings(folder: Path | None = None) -> Iterator[Finding]:
                 "working folder of a vLLM job that was killed", str(path), "the process that made it is gone and none works in it",
                 "removes it", bind(_remove, path),
             )  # fmt: skip
-    for path in sorted(place.glob("eagle-prefect-*")):
-        if _mine(path) and _quiet_since(path) > DAY and not _in_use(path):
-            yield Finding(
-                "temporary Prefect home of a session that was killed", str(path),
-                "nothing was written in it for a day and no process has it as its home", "removes it", bind(_remove, path),
-            )  # fmt: skip
+    for pattern, what in (("eagle-prefect-*", "Prefect home of a session"), ("eagle-reproduce-*", "folder of an eagle reproduce")):
+        for path in sorted(place.glob(pattern)):
+            if _mine(path) and _quiet_since(path) > DAY and not _in_use(path):
+                yield Finding(
+                    f"temporary {what} that was killed", str(path),
+                    "nothing was written in it for a day and no process works with it", "removes it", bind(_remove, path),
+                )  # fmt: skip
 
 
 def _mine(path: Path) -> bool:

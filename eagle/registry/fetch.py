@@ -21,7 +21,7 @@ _ADDRESS = re.compile(r"models:/(?P<model>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<vers
 
 def model_hash(uri: str, config: Config, root: Path) -> str:
     """Return the hash of the bundle that `uri` points to, as it was recorded at registration. Raises as `fetch_model` does."""
-    return _recorded(uri, _find(uri, open_store(config, root)))
+    return _recorded(uri, find_version(uri, open_store(config, root)))
 
 
 def fetch_model(uri: str, config: Config, root: Path, into: Path) -> Path:
@@ -31,7 +31,7 @@ def fetch_model(uri: str, config: Config, root: Path, into: Path) -> Path:
     not register; BundleError when the files are not those that were registered, else as `eagle.registry.pull.pull`.
     """
     store = open_store(config, root)
-    version = _find(uri, store)
+    version = find_version(uri, store)
     _recorded(uri, version)
     shutil.rmtree(into, ignore_errors=True)
     pull(store, version, into)
@@ -57,13 +57,14 @@ def cached(store: Store, uri: str, cache: Path) -> Pulled:
 
     A copy that is there is hashed again, and replaced when it was changed. Raises as `fetch_model`.
     """
-    version = _find(uri, store)
+    version = find_version(uri, store)
     folder = cache / "bundles" / _recorded(uri, version)[:16]
     pull(store, version, folder, replace=True)
     return Pulled(folder, str(version.name), str(version.version))
 
 
-def _find(uri: str, store: Store) -> ModelVersion:
+def find_version(uri: str, store: Store) -> ModelVersion:
+    """Return the version at `uri`. ConfigError for a malformed address, and where no such model, alias or version is."""
     parts = _ADDRESS.fullmatch(uri)
     if parts is None:
         raise ConfigError(f"'{uri}' is no address of a registered model; give models:/NAME@champion or models:/NAME/3")

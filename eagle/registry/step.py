@@ -39,6 +39,7 @@ from eagle.registry.client import (
 from eagle.registry.gate import Candidate, Verdict
 from eagle.registry.lineage import VERDICT, read_manifest, run_tags, version_tags
 from eagle.registry.mlmodel import write_mlmodel
+from eagle.registry.settings import log_settings
 from eagle.serve.command import serve_command, serve_line
 from eagle.steps import StepContext, get_step, key_parts
 from eagle.target.resolve import DEMO_NAME, local_target
@@ -75,6 +76,7 @@ def run(context: StepContext) -> dict[str, Any]:
     tags = run_tags(context, key, at)
     with tracked_run(store, f"{model} {key[:8]}", tags) as run_id:
         _log_figures(store, run_id, context)
+        log_settings(store, run_id, context)
         mlmodel = write_mlmodel(context.work, expected, _served_target(context), config.bundle.draft_tokens)
         files = expected | {mlmodel.name: manifest.hash_file(mlmodel)}
         source = upload_bundle(store, run_id, bundle, mlmodel, files, context.work / "verify")

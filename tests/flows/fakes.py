@@ -1,7 +1,8 @@
 """A project whose six expensive steps are replaced by instant ones; the runner, the registry and the flow are the real ones.
 
 `python -m tests.flows.fakes retrain ...` is `python -m flows.retrain ...` with those steps;
-`python -m tests.flows.fakes eagle ...` is `eagle ...` with them. EAGLE_FAKE (JSON) changes what a step does:
+`python -m tests.flows.fakes eagle ...` and `... schedule ...` likewise. EAGLE_FAKE (JSON), or fake.json in the project's
+folder, changes what a step does:
 {"distill": {"exit": 3}}, {"bench": {"sleep": 60}}, {"bundle": {"kill_once": "/path/of/marker"}}, {"bundle": {"acceptance": 1.1}}.
 """
 
@@ -36,7 +37,7 @@ def make_project(folder: Path, **sections: Any) -> Path:
     params: dict[str, Any] = {
         "target": {"model": str(target)},
         "bundle": {"validate_in_vllm": False},
-        "flow": {"min_free_gib": 0.0, "retries": 1},
+        "flow": {"min_free_gib": 0.0, "retries": 1, "retry_delay_s": 0.1},
     }
     for name, values in sections.items():
         params.setdefault(name, {}).update(values)
@@ -48,7 +49,9 @@ def fake(name: str) -> Any:
     """Return a step function that writes what the next steps and the registry read."""
 
     def run(context: StepContext) -> dict[str, Any]:
-        said = json.loads(os.environ.get("EAGLE_FAKE", "{}")).get(name, {})
+        written = context.root / "fake.json"
+        text = written.read_text() if written.is_file() else os.environ.get("EAGLE_FAKE", "{}")
+        said = json.loads(text).get(name, {})
         say(f"{name}: at work")
         if "spawn" in said:  # a grandchild in its own session that ignores SIGTERM
             code = "import signal,sys,time; signal.signal(15, signal.SIG_IGN); open(sys.argv[1],'w').write('up'); time.sleep(600)"
@@ -119,7 +122,19 @@ def main() -> int:
         sys.argv = ["eagle", *arguments]
         cli.main()
         return 0
-    from flows import command, launch
+    pass_on()
+    if which == "schedule":
+        from flows import schedule
+
+        return schedule.main(arguments)
+    from flows import command
+
+    return command.main(arguments)
+
+
+def pass_on() -> None:
+    """Make the flow of this process start its steps through this module."""
+    from flows import launch
 
     real = launch.Launch.command
     root = str(Path(__file__).resolve().parents[2])
@@ -130,8 +145,11 @@ def main() -> int:
         return [python, m, "tests.flows.fakes", "eagle", *rest]
 
     launch.Launch.command = with_fakes  # type: ignore[method-assign]
-    return command.main(arguments)
 
+
+if __name__ == "__mp_main__":  # the process of a served run imports the main module again
+    install()
+    pass_on()
 
 if __name__ == "__main__":
     sys.exit(main())

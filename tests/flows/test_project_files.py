@@ -18,7 +18,9 @@ from eagle.steps import STEPS
 
 ROOT = Path(__file__).parents[2]
 DVC = yaml.safe_load((ROOT / "dvc.yaml").read_text())
-DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+FILES = (ROOT / "prefect.yaml", KUBERNETES / "prefect.yaml")
+DEPLOYMENTS = [one for file in FILES for one in yaml.safe_load(file.read_text())["deployments"]]
 STAGES = [name for name in STEPS if name != "register"]
 
 
@@ -71,9 +73,9 @@ def test_a_deployment_names_a_flow_with_its_parameters(deployment: dict, monkeyp
 
 
 def test_retraining_is_scheduled_without_overlap() -> None:
-    weekly = next(d for d in DEPLOYMENTS if d["entrypoint"] == "flows/retrain.py:retrain")
-    assert weekly["concurrency_limit"]["limit"] == 1
-    assert len(weekly["schedules"]) == 1
+    for one in (d for d in DEPLOYMENTS if d["entrypoint"] == "flows/retrain.py:retrain"):
+        assert one["concurrency_limit"]["limit"] == 1
+        assert len(one["schedules"]) == 1
 
 
 def test_dvc_finds_its_own_lock_file() -> None:

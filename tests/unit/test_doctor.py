@@ -168,16 +168,16 @@ def test_temporary_folders_go_only_when_their_process_is_gone(tmp_path: Path) ->
     for name, parent in (("dead", 2**22 + 1), ("alive", os.getpid())):
         (tmp_path / f"eagle-vllm-{name}").mkdir()
         manifest.write_json(tmp_path / f"eagle-vllm-{name}" / "job.json", {"parent": parent})
-    for name in ("eagle-vllm-fresh", "eagle-prefect-fresh", "eagle-prefect-old", "eagle-prefect-used"):
+    for name in ("eagle-vllm-fresh", "eagle-prefect-fresh", "eagle-prefect-old", "eagle-prefect-used", "eagle-reproduce-old"):
         (tmp_path / name).mkdir()
-    for name in ("eagle-prefect-old", "eagle-prefect-used"):
+    for name in ("eagle-prefect-old", "eagle-prefect-used", "eagle-reproduce-old"):
         os.utime(tmp_path / name, (time.time() - 2 * DAY,) * 2)
     (tmp_path / "eagle-vllm-link").symlink_to(tmp_path / "eagle-vllm-dead")
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "eagle-prefect-used")}
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment) as user:
         found = list(temporary_findings(tmp_path))
-        assert {Path(f.where).name for f in found} == {"eagle-vllm-dead", "eagle-prefect-old"}
-        assert mend(found) == [True, True]
+        assert {Path(f.where).name for f in found} == {"eagle-vllm-dead", "eagle-prefect-old", "eagle-reproduce-old"}
+        assert mend(found) == [True, True, True]
         user.kill()
     assert (tmp_path / "eagle-prefect-used").is_dir()
 
