@@ -65,12 +65,12 @@ def test_a_wrong_token_would_be_seen():
 class OnCuda:
     """As much of a CUDA tensor as the dispatch looks at before it hands it on."""
 
-    is_cuda = True
+    is_cuda, shape, dtype = True, (1, 2, 3), torch.float32
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    made = SimpleNamespace(reason=None, supports=lambda *a: made.reason, rejection=lambda *a: ("kernel", len(a)))
+    made = SimpleNamespace(reason=None, supports=lambda *a: made.reason, rejection=lambda *a, launch: ("kernel", len(a)))
     monkeypatch.setattr(dispatch, "_kernel", lambda name: {"rejection": made}[name])
     monkeypatch.setattr(dispatch, "eager", SimpleNamespace(rejection=lambda *a: "eager"))
     return made
@@ -78,7 +78,7 @@ def kernel(monkeypatch):
 
 def test_dispatch(kernel, caplog):
     def call(**options):
-        return dispatch.rejection(None, None, None, OnCuda(), None, None, None, **options)
+        return dispatch.rejection(torch.zeros(1, 1), None, None, OnCuda(), None, None, None, **options)
 
     assert call() == ("kernel", 7)
     assert call(backend="reference") == "eager"
