@@ -21,7 +21,7 @@ def _range(value: dict[str, Any] | None, digits: int, unit: str = "") -> str:
     return f"{value['median']:.{digits}f}{unit} [{value['min']:.{digits}f}..{value['max']:.{digits}f}]"
 
 
-def render(bench: Bench, width: int = 150) -> str:
+def render(bench: Bench, width: int = 180) -> str:
     """Return the table and the lines under it as plain text."""
     table = Table(title=Text(_title(bench)), title_justify="left", show_edge=False)
     for head in ("batch", "T", "speculation"):
