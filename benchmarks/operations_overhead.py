@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import psutil
 
 from benchmarks.figures import ROOT, Figure, Measured
 from benchmarks.operations_project import WORK, make_project
+from eagle.ports import free_port
 from eagle.steps import STEPS
 
 ROUNDS = 3
@@ -65,9 +65,7 @@ def empty_tick() -> Measured:
     """F6.2: seconds from a tick's time to its end, the slowest of three, with nothing new; and the memory of all processes."""
     root = make_project(WORK / "tick")
     _timed(root, HOOKED)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "flows.schedule", "--file", str(ROOT / "prefect.yaml"), "--cron", "* * * * *",
                "--profile", "default", "--port", str(port)]  # fmt: skip
     log = root / "schedule.log"

@@ -148,17 +148,8 @@ def _crash(step: str) -> Exception:
 
 def run_tick(root: str, due: datetime, now: datetime, between: Callable[[str], None] | None = None) -> str:
     """Run the flow once as the scheduler would, at `now` for the tick `due`: worked, failed, late, busy or nothing new."""
-    from prefect import get_client
-    from prefect.context import FlowRunContext
-    from prefect.flow_engine import run_flow
-    from prefect.states import Scheduled
-
     from flows import ticks
     from flows.retrain import retrain
-
-    def scheduled() -> Any:
-        context = FlowRunContext.get()
-        return context.flow_run if context else None
 
     def stand_in(step: str, _command: list[str], **_: Any) -> None:
         base = Path(root) / "runs" / "default"
@@ -169,11 +160,9 @@ def run_tick(root: str, due: datetime, now: datetime, between: Callable[[str], N
 
     with (
         patch("flows.tasks.run_supervised", stand_in), patch.object(ticks, "clock", lambda: now),
-        patch.object(ticks, "scheduled_run", scheduled),
+        patch.object(ticks, "scheduled_run", fakes.present_run),
     ):  # fmt: skip
-        with get_client(sync_client=True) as client:
-            run = client.create_flow_run(retrain, parameters={}, state=Scheduled(scheduled_time=due))
-        state: Any = run_flow(retrain, flow_run=run, return_type="state")
+        state = fakes.run_scheduled(retrain, due)
     if not state.is_completed():
         return "failed" if state.is_failed() else str(state.name)
     return next((word for text, word in WORDS.items() if (state.message or "").startswith(text)), "worked")

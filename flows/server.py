@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eagle.errors import PreflightError
+from eagle.ports import free_port
 from flows.process import GUARD
 
 START_SECONDS = 90.0
@@ -37,7 +38,7 @@ def start_temporary_api(log: Path) -> Callable[[], None]:
     """
     if os.environ.get("PREFECT_API_URL"):
         return lambda: None
-    return _start_api(log, _free_port(), QUIET)
+    return _start_api(log, free_port(), QUIET)
 
 
 def start_scheduling_api(log: Path, port: int) -> Callable[[], None]:
@@ -103,12 +104,6 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(port: int) -> bool:

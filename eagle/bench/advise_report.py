@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console
 from rich.table import Table
 
 from eagle.bench.advise import Advice, Choice
+from eagle.bench.text import plain
 
 
 def render(advice: Advice, width: int = 140) -> str:
@@ -22,11 +20,7 @@ def render(advice: Advice, width: int = 140) -> str:
         cells = [str(option.layers), str(option.hidden_size), str(option.intermediate_size), f"{100 * option.cost_factor:.0f} %"]
         name = f"{option.acceptance_from}, this run" if option.current else option.acceptance_from
         table.add_row(*cells, name, *(_choice(choice) for choice in option.best.values()))
-    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False, highlight=False)
-    console.print(table)
-    file = console.file
-    assert isinstance(file, io.StringIO)  # noqa: S101 -- for the type checker
-    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    lines = plain(table, width)
     for title, entries in (("measured", advice.measured), ("assumed", advice.assumed), ("why", advice.reasons)):
         lines += ["", f"{title}:", *(f"  - {entry}" for entry in entries)]
     return "\n".join([*lines, "", f"next: {advice.command}"]) + "\n"

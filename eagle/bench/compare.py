@@ -7,13 +7,11 @@ compares the controller with no speculation under Poisson arrivals: load.json an
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.console import Console
 from rich.table import Table
 
 from eagle import manifest
@@ -23,6 +21,7 @@ from eagle.bench.methods import Sources
 from eagle.bench.outputs import ABOUT, replacing, result_folder
 from eagle.bench.session import Session, make_lab, read_tuned, run_session, timed_dtype, write_outputs
 from eagle.bench.suites import SUITES, Suite, load_suite
+from eagle.bench.text import plain
 from eagle.bench.workload import Arm
 from eagle.config import Config, Method
 from eagle.errors import StepFailed
@@ -148,8 +147,4 @@ def render_load(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         pairs = [f"{row[f'{name}_ms_p50']:.0f} / {row[f'{name}_ms_p95']:.0f}" for name in ("ttft", "itl", "latency")]
         table.add_row(f"{row['rate']:g}", row["arm"], *pairs, f"{row['tokens_per_second']:.1f}", f"{row['goodput']:.2f}")
-    console = Console(file=io.StringIO(), width=140, color_system=None, markup=False)
-    console.print(table)
-    file = console.file
-    assert isinstance(file, io.StringIO)  # noqa: S101 -- for the type checker
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+    return "\n".join(plain(table, 140)) + "\n"

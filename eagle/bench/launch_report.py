@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from eagle import manifest
 from eagle.bench.draft_forms import CONTEXT, Form, draft_loop, random_network
 from eagle.bench.launches import StepLaunches, count
 from eagle.bench.profiling import profile, wall_seconds
+from eagle.bench.text import plain
 from eagle.config import Config
 from eagle.draft.io import CONFIG, read_spec
 from eagle.draft.model import DraftModel
@@ -127,9 +126,7 @@ def render(rows: list[Row], setting: Setting) -> str:
         numbers = (_number(value) for value in (row.kernels, row.launches, row.calls))
         times = (NOT_MEASURED if value is None else f"{value:.3f}" for value in (row.ms, row.kernel_ms))
         table.add_row(row.form, *numbers, *times, row.note)
-    stream = StringIO()
-    Console(file=stream, width=140, color_system=None).print(table)
-    return stream.getvalue()
+    return "\n".join(plain(table, 140)) + "\n"
 
 
 def _number(value: float | None) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -16,8 +17,10 @@ from eagle.config import Method
 from eagle.decode.control import LengthPolicy
 from eagle.decode.engine import Engine
 from eagle.decode.stats import DecodeStats
+from eagle.progress import say
 from eagle.target.layout import weight_bytes
 
+BUSY_PERCENT = 25.0
 Spread = dict[str, Any]
 
 
@@ -25,6 +28,14 @@ def spread(values: Sequence[float], digits: int = 4) -> Spread:
     """Return {median, min, max, runs} of repeated measurements."""
     runs = [round(value, digits) for value in values]
     return {"median": round(statistics.median(values), digits), "min": min(runs), "max": max(runs), "runs": runs}
+
+
+def busy_percent(who: str) -> float:
+    """Return how busy the cores are before anything is timed here, in percent; says so where timings cannot be relied on."""
+    busy = psutil.cpu_percent(interval=0.3)
+    if busy > BUSY_PERCENT:
+        say(f"{who}: other processes use {busy:.0f} % of the cores: the timings are not reliable")
+    return busy
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import psutil
 import torch
 
 from eagle import manifest
@@ -37,7 +36,6 @@ from eagle.progress import Track, say
 from eagle.target.layout import lay_out
 from eagle.target.load import load_target, pick_device, setup_torch, target_dims
 
-BUSY_PERCENT = 25.0
 Traces = dict[int, list[Round]]
 
 
@@ -86,9 +84,7 @@ def run_session(session: Session) -> tuple[dict[str, Any], Traces]:
     device = pick_device(config.runtime.device)
     setup_torch(tuned["threads"] if device == "cpu" else config.runtime.threads, config.runtime.seed)
     dtype = timed_dtype(config, tuned)
-    busy = psutil.cpu_percent(interval=0.3)
-    if busy > BUSY_PERCENT:
-        say(f"bench: other processes use {busy:.0f} % of the cores: the timings are not reliable")
+    busy = measure.busy_percent("bench")
     stop = frozenset(target_dims(session.target).eos_token_ids)
     compiled = tuned["draft_step"] == "compiled"
     lab = make_lab(session, dtype, device, max(bench.batch_sizes), compiled)

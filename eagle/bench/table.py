@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from eagle.bench.text import csv_text, plain, spread_text
 from eagle.bench.workload import LABELS, arm_name
 
 Bench = dict[str, Any]
-
-
-def _range(value: dict[str, Any] | None, digits: int, unit: str = "") -> str:
-    if value is None:
-        return ""
-    return f"{value['median']:.{digits}f}{unit} [{value['min']:.{digits}f}..{value['max']:.{digits}f}]"
 
 
 def render(bench: Bench, width: int = 180) -> str:
@@ -38,20 +30,15 @@ def render(bench: Bench, width: int = 180) -> str:
             str(row["batch"]),
             f"{row['temperature']:g}",
             arm_name(row["method"], row["draft_tokens"]),
-            _range(row["tokens_per_second"], 1),
-            _range(row["speedup"], 2, "x"),
+            spread_text(row["tokens_per_second"], 1),
+            spread_text(row["speedup"], 2, "x"),
             "" if row.get("predicted_speedup") is None else f"{row['predicted_speedup']:.2f}x",
             f"{row['ttft_ms']['median']:.0f}",
             f"{row['itl_ms']['p50']:.1f} / {row['itl_ms']['p95']:.1f}",
             "" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}",
             "" if row["mean_draft_tokens"] is None else f"{row['mean_draft_tokens']:.1f}",
         )
-    console = Console(file=io.StringIO(), width=width, color_system=None, markup=False)
-    console.print(table)
-    file = console.file
-    assert isinstance(file, io.StringIO)  # noqa: S101 -- for the type checker
-    lines = [line.rstrip() for line in file.getvalue().splitlines()]
-    return "\n".join([*lines, "", *_notes(bench)]) + "\n"
+    return "\n".join([*plain(table, width), "", *_notes(bench)]) + "\n"
 
 
 def _title(bench: Bench) -> str:
@@ -103,23 +90,5 @@ def _notes(bench: Bench) -> list[str]:
 
 
 def to_csv(bench: Bench) -> str:
-    """Return the rows as CSV: spreads as three columns, `runs` left out."""
-    flat = [_flat(row) for row in bench["rows"]]
-    names = list(dict.fromkeys(name for row in flat for name in row))
-    out = io.StringIO()
-    writer = csv.DictWriter(out, names, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return out.getvalue()
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        if name in ("chosen", "lengths"):
-            continue  # lists belong into bench.json
-        if isinstance(value, dict):
-            flat |= {f"{name}_{key}": number for key, number in value.items() if key != "runs"}
-        elif value is not None:
-            flat[name] = value
-    return flat
+    """Return the rows as CSV: spreads as three columns, `runs` and lists left out."""
+    return csv_text(bench["rows"], ("chosen", "lengths"))

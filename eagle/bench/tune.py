@@ -30,6 +30,7 @@ from eagle import manifest
 from eagle.bench.kernel_tuning import tune_device
 from eagle.bench.launch_report import Setting, as_json, render, report
 from eagle.bench.launches import count
+from eagle.bench.measure import busy_percent
 from eagle.config import Config
 from eagle.decode.engine import Engine
 from eagle.draft.io import load_draft
@@ -262,9 +263,7 @@ def run(context: StepContext) -> dict[str, Any]:
         for threads in (thread_counts(cores)[::-1] if device == "cpu" else [cores])
         for dtype in dtypes(config, target, device)
     ]
-    busy = psutil.cpu_percent(interval=0.3)
-    if busy > 25.0:
-        say(f"tune: other processes use {busy:.0f} % of the cores: the timings are not reliable")
+    busy = busy_percent("tune")
     bench = Bench(config, target, context.inputs["policy"] / "draft", device, candidates)
     usable, skipped = warm_up(bench, candidates, tune.batch_sizes, deadline)
     deadline = max(deadline, time.monotonic() + 30.0 * tune.max_minutes)  # compiling may have taken all: half is for timing

@@ -127,11 +127,8 @@ def tracked_run(store: Store, name: str, tags: dict[str, str]) -> Iterator[str]:
     try:
         with sigterm_raises():
             yield run_id
-    except Exception:
-        store.client.set_terminated(run_id, "FAILED")
-        raise
-    except BaseException:
-        store.client.set_terminated(run_id, "KILLED")
+    except BaseException as error:
+        store.client.set_terminated(run_id, "FAILED" if isinstance(error, Exception) else "KILLED")
         raise
     store.client.set_terminated(run_id, "FINISHED")
 

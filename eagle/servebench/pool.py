@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,6 +9,7 @@ from types import TracebackType
 import psutil
 
 from eagle.bundle.record import BundleRecord
+from eagle.ports import free_port
 from eagle.serve.launch import Wanted, serving
 from eagle.serve.supervise import Server
 from eagle.servebench.arms import ServedMethod, wanted_for
@@ -61,13 +61,6 @@ class Pool:
         if not self.together:
             self._stack.close()
             self._running.clear()
-        wanted = wanted_for(method, self._wanted, self._record, _free_port())
+        wanted = wanted_for(method, self._wanted, self._record, free_port())
         server = self._stack.enter_context(serving(wanted))
         return self._running.setdefault(method, Running(Endpoint(wanted.url, wanted.name), wanted, server))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

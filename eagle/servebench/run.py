@@ -16,16 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from eagle import manifest
 from eagle.bench.arrivals import Limits, LoadPoint, LoadResult, load_point, poisson_arrivals
-from eagle.bench.measure import common_prefix, logit_gap, quantile, spread
+from eagle.bench.measure import busy_percent, common_prefix, logit_gap, quantile, spread
 from eagle.bench.workload import Workload, window_size
 from eagle.bundle.record import BundleRecord
 from eagle.config import Config
 from eagle.errors import StepFailed
-from eagle.progress import Track, say
+from eagle.progress import Track
 from eagle.serve.launch import Wanted
 from eagle.servebench import peer
 from eagle.servebench.arms import ServedMethod, describe
@@ -37,7 +35,6 @@ from eagle.watch.scrape import EngineCounters, NoCounters, fetch, metrics_url, p
 
 WARM_TOKENS = 24
 CLIENT_TURNS = 2
-BUSY_PERCENT = 25.0
 SCRAPE_SECONDS = 30.0
 
 
@@ -76,9 +73,7 @@ Table = dict[tuple[ServedMethod, int], Visits]
 def run_closed(session: ServedSession, work: Path) -> dict[str, Any]:
     """Measure all methods at all concurrencies in turns; `work` is a folder for passing files."""
     bench, methods = session.config.bench, session.methods
-    busy = psutil.cpu_percent(interval=0.3)
-    if busy > BUSY_PERCENT:
-        say(f"bench: other processes use {busy:.0f} % of the cores: the timings are not reliable")
+    busy = busy_percent("bench")
     levels, table = sorted(set(bench.batch_sizes)), Table()
     memory: dict[ServedMethod, int] = {}
     names: dict[ServedMethod, str] = {}
@@ -229,7 +224,7 @@ def run_load(session: ServedSession) -> dict[str, Any]:
     """Answer the prompts under Poisson arrivals at each of bench.load_rates, method by method in turns."""
     config, bench = session.config, session.config.bench
     limits = Limits(bench.load_ttft_ms / 1e3, bench.load_itl_ms / 1e3)
-    busy = psutil.cpu_percent(interval=0.3)
+    busy = busy_percent("bench")
     points: dict[ServedMethod, list[LoadPoint]] = {method: [] for method in session.methods}
     names: dict[ServedMethod, str] = {}
     with Pool(session.wanted, session.record, together=session.wanted.build.cpu) as pool:

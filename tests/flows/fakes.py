@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,25 @@ def write_output(name: str, out: Path, said: dict[str, Any] | None = None) -> di
         manifest.write_json(out / "validation.json", validation)
         return {"acceptance_length": acceptance, "validated": validated}
     return {"ok": True}
+
+
+def run_scheduled(flow: Any, due: datetime) -> Any:
+    """Run a flow once in this process as the scheduler's run that was due then; returns its final state."""
+    from prefect import get_client
+    from prefect.flow_engine import run_flow
+    from prefect.states import Scheduled
+
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(flow, parameters={}, state=Scheduled(scheduled_time=due))
+    return run_flow(flow, flow_run=run, return_type="state")
+
+
+def present_run() -> Any:
+    """Return the flow run that this code runs in, as if the scheduler had made it; None outside one."""
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    return context.flow_run if context else None
 
 
 def install() -> None:
