@@ -3,7 +3,8 @@
 `python -m tests.flows.fakes retrain ...` is `python -m flows.retrain ...` with those steps;
 `python -m tests.flows.fakes eagle ...` and `... schedule ...` likewise. EAGLE_FAKE (JSON), or fake.json in the project's
 folder, changes what a step does:
-{"distill": {"exit": 3}}, {"bench": {"sleep": 60}}, {"bundle": {"kill_once": "/path/of/marker"}}, {"bundle": {"acceptance": 1.1}}.
+{"distill": {"exit": 3}}, {"bench": {"sleep": 60}}, {"bundle": {"kill_once": "/path/of/marker"}}, {"bundle": {"acceptance": 1.1}};
+{"clock": {"minutes": 90}} puts on the clock that a scheduled run reads to tell whether it is late.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,19 @@ def make_project(folder: Path, **sections: Any) -> Path:
     return folder
 
 
+def asked_of(name: str, root: Path) -> dict[str, Any]:
+    """Return what fake.json in `root`, else EAGLE_FAKE, asks of `name`."""
+    written = root / "fake.json"
+    text = written.read_text() if written.is_file() else os.environ.get("EAGLE_FAKE", "{}")
+    found: dict[str, Any] = json.loads(text).get(name, {})
+    return found
+
+
 def fake(name: str) -> Any:
     """Return a step function that writes what the next steps and the registry read."""
 
     def run(context: StepContext) -> dict[str, Any]:
-        written = context.root / "fake.json"
-        text = written.read_text() if written.is_file() else os.environ.get("EAGLE_FAKE", "{}")
-        said = json.loads(text).get(name, {})
+        said = asked_of(name, context.root)
         say(f"{name}: at work")
         if "spawn" in said:  # a grandchild in its own session that ignores SIGTERM
             code = "import signal,sys,time; signal.signal(15, signal.SIG_IGN); open(sys.argv[1],'w').write('up'); time.sleep(600)"
@@ -167,9 +174,18 @@ def pass_on() -> None:
     launch.Launch.command = with_fakes  # type: ignore[method-assign]
 
 
+def shift_clock() -> None:
+    """Make a scheduled run in this process read its clock as asked. Imports Prefect, so its settings must stand already."""
+    from flows import ticks
+
+    now = ticks.clock
+    ticks.clock = lambda: now() + timedelta(minutes=asked_of("clock", Path.cwd()).get("minutes", 0))
+
+
 if __name__ == "__mp_main__":  # the process of a served run imports the main module again
     install()
     pass_on()
+    shift_clock()
 
 if __name__ == "__main__":
     sys.exit(main())
