@@ -17,10 +17,11 @@ _JITTER = 0.1  # rows are sorted by length times exp(noise of this size), so tha
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows, right padded to T. `topk_*` [B, T, k] belong to the token after each position; zeros in the padding.
+    """B rows, right padded to T. `topk_*` [B, T, k] and `own` [B, T] belong to the token after each position; zeros in the padding.
 
     tokens [B, T] int64 target ids; lengths [B] int64; aux [B, T, A*Ht] bf16; loss_mask [B, T] bool, True at answer
-    tokens; topk_index int64 target ids, topk_prob float32 at temperature 1, not renormalised; rows: numbers in the store.
+    tokens; topk_index int64 target ids, topk_prob float32 at temperature 1, not renormalised; own float32, the target's log p of
+    the row's next token at temperature 1, where that is an answer's; rows: numbers in the store.
     """
 
     rows: tuple[int, ...]
@@ -30,6 +31,7 @@ class Batch:
     loss_mask: Tensor
     topk_index: Tensor
     topk_prob: Tensor
+    own: Tensor
 
     def anchors(self) -> tuple[Tensor, Tensor]:
         """Return (rows, cols) int64 [N] of the positions t whose first draft token, x[t+2], is an answer's token."""
@@ -47,6 +49,7 @@ def collate(store: FeatureStore, rows: Sequence[int], device: str = "cpu") -> Ba
     aux = torch.zeros(*shape, first.shape[1], dtype=torch.bfloat16)
     index = torch.zeros(*shape, store.top_k, dtype=torch.int64)
     prob = torch.zeros(*shape, store.top_k, dtype=torch.float32)
+    own = torch.zeros(shape, dtype=torch.float32)
     for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         ids, p = store.targets(row)
         tokens[at, :length] = torch.from_numpy(store.tokens(row))
@@ -54,7 +57,8 @@ def collate(store: FeatureStore, rows: Sequence[int], device: str = "cpu") -> Ba
         aux[at, :length] = store.aux(row)
         index[at, :length] = torch.from_numpy(ids)
         prob[at, :length] = torch.from_numpy(p)
-    made = (torch.tensor(lengths), aux, mask, index, prob)
+        own[at, :length] = torch.from_numpy(store.own_log_probs(row))
+    made = (torch.tensor(lengths), aux, mask, index, prob, own)
     return Batch(tuple(rows), tokens.to(device), *(tensor.to(device) for tensor in made))
 
 

@@ -1,12 +1,14 @@
 """The target's hidden states and probabilities over a data set, computed once and kept on disk.
 
 Layout of cache/features/<key>/: per shard `aux-NNNNN.npy` (bf16 bit patterns as uint16 [tokens, A*Ht]),
-`index-NNNNN.npy` (int32 [tokens, k] target ids) and `prob-NNNNN.npy` (float16 [tokens, k]); `tokens.npy` (int32),
-`mask.npy` (bool); `features.json` with the rows. A shard appears by rename when it is complete, the folder when all
+`index-NNNNN.npy` (int32 [tokens, k] target ids), `prob-NNNNN.npy` (float16 [tokens, k]) and `own-NNNNN.npy` (float32
+[tokens, 1], log-probability of the token that follows in the row); `tokens.npy` (int32), `mask.npy` (bool); `features.json`
+with the rows. A shard appears by rename when it is complete, the folder when all
 are, so a killed run goes on with the next shard.
 
 The probabilities are those of the full vocabulary at temperature 1, for the k likeliest tokens, not renormalised. They
-are computed only at positions that predict an answer's token (and at a row's last position); elsewhere they are 0.
+and the log-probabilities are computed only at positions that predict an answer's token (and at a row's last position,
+which has no next token: log-probability 0 there); elsewhere they are 0.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from eagle.target.load import load_target, target_dims
 from eagle.target.resolve import target_fingerprint
 from eagle.target.taps import HiddenTaps
 
-FORMAT = 1
+FORMAT = 2
 SHARD_TOKENS = 65536
 KEEP = 2  # stores kept in the cache: the one in use and the one before
 _SLAB_BYTES = 8 << 20
 _GROUP = 64
-_KINDS: dict[str, str] = {"aux": "uint16", "index": "int32", "prob": "float16"}
+_KINDS: dict[str, str] = {"aux": "uint16", "index": "int32", "prob": "float16", "own": "float32"}
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,10 @@ class FeatureStore:
     def targets(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
         """(ids, probabilities) [T, k] of the token that follows each position, likeliest first."""
         return self._slice("index", row), self._slice("prob", row)
+
+    def own_log_probs(self, row: int) -> NDArray[np.float32]:
+        """[T]: the target's log-probability, nats at temperature 1, of the row's token after each position."""
+        return self._slice("own", row)[:, 0]
 
     def _slice(self, kind: str, row: int) -> NDArray[Any]:
         found = self.rows[row]
@@ -204,7 +210,7 @@ def _shards(lengths: list[int]) -> list[tuple[int, int]]:
 
 
 def _check_disk(folder: Path, tokens: int, width: int, k: int) -> None:
-    need = tokens * (2 * width + 6 * k + 5)
+    need = tokens * (2 * width + 6 * k + 9)
     have = shutil.disk_usage(folder).free + sum(p.stat().st_size for p in folder.glob("*.npy"))
     if have < need + (64 << 20):
         raise PreflightError(
@@ -229,11 +235,11 @@ def _compute_shard(
     model: PreTrainedModel, rows: list[Row], aux_layers: tuple[int, ...], k: int, folder: Path, number: int, batch_tokens: int,
     track: Track,
 ) -> list[int]:
-    """Write one shard's three arrays. Returns the rows (numbered within the shard) whose states are not finite."""
+    """Write one shard's four arrays. Returns the rows (numbered within the shard) whose states are not finite."""
     lengths = [len(row.input_ids) for row in rows]
     starts = [0, *np.cumsum(lengths).tolist()]
     hidden = int(model.config.get_text_config().hidden_size)
-    arrays = _ShardArrays(folder, number, starts[-1], {"aux": len(aux_layers) * hidden, "index": k, "prob": k})
+    arrays = _ShardArrays(folder, number, starts[-1], {"aux": len(aux_layers) * hidden, "index": k, "prob": k, "own": 1})
     bad = []
     with HiddenTaps(model, aux_layers) as taps, torch.inference_mode():
         for batch in _by_length(lengths, batch_tokens):
@@ -250,17 +256,21 @@ def _compute_shard(
                     continue
                 wanted = predicting(np.asarray(rows[i].loss_mask, dtype=bool))
                 judged = row_last[torch.from_numpy(wanted).to(last.device)]
-                index, prob = top_probabilities(judged, model.get_output_embeddings(), k)
+                following = tokens[at, (torch.from_numpy(wanted) + 1).clamp_max(lengths[i] - 1)].to(last.device)
+                index, prob, own = top_probabilities(judged, model.get_output_embeddings(), k, following)
+                if wanted[-1] == lengths[i] - 1:
+                    own[-1] = 0.0
                 arrays.put("aux", slice(starts[i], starts[i + 1]), row_states.to(torch.bfloat16).view(torch.uint16))
                 arrays.put("index", starts[i] + wanted, index)
                 arrays.put("prob", starts[i] + wanted, prob)
+                arrays.put("own", starts[i] + wanted, own[:, None])
             track.advance(sum(lengths[i] for i in batch))
     arrays.finish()
     return sorted(bad)
 
 
 class _ShardArrays:
-    """The three arrays of a shard while they are written; they get their names when they are complete."""
+    """The arrays of a shard while they are written; they get their names when they are complete."""
 
     def __init__(self, folder: Path, number: int, tokens: int, widths: dict[str, int]) -> None:
         self._names = {kind: folder / f"{kind}-{number:05d}.npy" for kind in _KINDS}
@@ -298,8 +308,11 @@ def _by_length(lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-def top_probabilities(hidden: Tensor, head: Callable[[Tensor], Tensor], k: int) -> tuple[Tensor, Tensor]:
-    """Return (ids int32, probabilities float16) [N, k] of softmax(head(hidden)), likeliest first; hidden [N, H].
+def top_probabilities(
+    hidden: Tensor, head: Callable[[Tensor], Tensor], k: int, following: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (ids int32, probabilities float16) [N, k] of softmax(head(hidden)), likeliest first, and log p [N] float32 of
+    the tokens `following` [N] int64; hidden [N, H].
 
     The normaliser is the log-sum-exp over the whole vocabulary in fp32. Logits are made for a few rows at a time.
     The k largest are found among the k groups of 64 ids with the largest maxima, which hold them: several times faster
@@ -309,10 +322,12 @@ def top_probabilities(hidden: Tensor, head: Callable[[Tensor], Tensor], k: int) 
     rows = max(1, _SLAB_BYTES // (4 * vocab))
     index = torch.empty(len(hidden), k, dtype=torch.int32, device=hidden.device)
     prob = torch.empty(len(hidden), k, dtype=torch.float16, device=hidden.device)
+    own = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     groups = -(-vocab // _GROUP)
     for at in range(0, len(hidden), rows):
         logits = head(hidden[at : at + rows]).float()
         norm = logits.logsumexp(-1, keepdim=True)
+        own[at : at + rows] = (logits.gather(1, following[at : at + rows, None]) - norm).squeeze(1)
         if groups > 2 * k:
             padded = torch.nn.functional.pad(logits, (0, groups * _GROUP - vocab), value=float("-inf"))
             grouped = padded.unflatten(-1, (groups, _GROUP))
@@ -324,7 +339,7 @@ def top_probabilities(hidden: Tensor, head: Callable[[Tensor], Tensor], k: int) 
             value, ids = logits.topk(k, dim=-1)
         index[at : at + rows] = ids.to(torch.int32)
         prob[at : at + rows] = (value - norm).exp().to(torch.float16)
-    return index, prob
+    return index, prob, own
 
 
 def _finish(

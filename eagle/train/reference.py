@@ -60,5 +60,5 @@ def _origin(rounds: Rounds) -> Origin:
 def _some_rows(batch: Batch, chosen: Tensor) -> Batch:
     lengths = batch.lengths[chosen]
     until = int(lengths.max())
-    cut = {name: getattr(batch, name)[chosen, :until] for name in ("tokens", "aux", "loss_mask", "topk_index", "topk_prob")}
+    cut = {name: getattr(batch, name)[chosen, :until] for name in ("tokens", "aux", "loss_mask", "topk_index", "topk_prob", "own")}
     return replace(batch, rows=tuple(batch.rows[i] for i in chosen.tolist()), lengths=lengths, **cut)

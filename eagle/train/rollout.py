@@ -106,8 +106,8 @@ def accepted_along_rows(
 
     At temperature 0 draft i counts while the draft's argmax equals the row's token. At T > 0 this is the exact conditional
     law of chain rejection sampling given its output: an emitted y came from an accepted draft with probability
-    min(p, q)(y) / p(y) = min(1, q(y)/p(y)), and the accepted prefix is the row itself. p(y) is the cached one, tempered over
-    the kept tokens; a y that was not kept gets the least kept probability, an upper bound.
+    min(p, q)(y) / p(y) = min(1, q(y)/p(y)), and the accepted prefix is the row itself. p(y) is the cached one; at other
+    temperatures than 1 it is tempered over the kept tokens, and a y that was not kept gets the least kept probability.
     """
     count = torch.zeros_like(anchors)
     alive = torch.arange(len(anchors), device=anchors.device)  # rounds with no rejection yet
@@ -119,7 +119,7 @@ def accepted_along_rows(
             hit = start.ids[logits.argmax(1)] == y
         else:
             q = objectives.path_probability(logits / temperature, start.index[y])
-            p = _cached_probability(start.batch, rows[alive], anchors[alive] + i, y, temperature)
+            p = cached_probability(start.batch, rows[alive], anchors[alive] + i, y, temperature)
             hit = torch.rand(q.shape, generator=generator).to(q.device) * p < q
         hit = hit & inside
         alive, y = alive[hit], y[hit]
@@ -131,13 +131,17 @@ def accepted_along_rows(
     return count
 
 
-def _cached_probability(batch: Batch, rows: Tensor, at: Tensor, token: Tensor, temperature: float) -> Tensor:
-    """Return [N]: the target's probability of `token` after position `at`, from the kept ones."""
+def cached_probability(batch: Batch, rows: Tensor, at: Tensor, token: Tensor, temperature: float) -> Tensor:
+    """Return [N]: the target's probability at `temperature` > 0 of the rows' own `token` after position `at`.
+
+    Exact at temperature 1; else tempered over the kept probabilities, the least of them for a token that was not kept.
+    """
     at = at.clamp_max(batch.tokens.shape[1] - 1)
+    if temperature == 1.0:
+        return batch.own[rows, at].exp()
     kept, same = batch.topk_prob[rows, at].float(), batch.topk_index[rows, at] == token[:, None]
-    if temperature != 1.0:
-        kept = kept.clamp_min(torch.finfo(kept.dtype).tiny) ** (1.0 / temperature)
-        kept = kept / kept.sum(1, keepdim=True)
+    kept = kept.clamp_min(torch.finfo(kept.dtype).tiny) ** (1.0 / temperature)
+    kept = kept / kept.sum(1, keepdim=True)
     return torch.where(same.any(1), (kept * same).sum(1), kept.amin(1))
 
 
@@ -170,7 +174,7 @@ def _cut(batch: Batch, until: int) -> Batch:
     """Return the batch without the tokens from `until` on: nothing before them depends on them."""
     if until >= batch.tokens.shape[1]:
         return batch
-    names = ("tokens", "aux", "loss_mask", "topk_index", "topk_prob")
+    names = ("tokens", "aux", "loss_mask", "topk_index", "topk_prob", "own")
     return replace(batch, lengths=batch.lengths.clamp_max(until), **{name: getattr(batch, name)[:, :until] for name in names})
 
 

@@ -47,6 +47,10 @@ def test_features_are_the_targets_own(toy: Toy) -> None:
         assert (kept_index[answer, 0] == index[answer, 0].numpy()).all()
         assert (kept_prob[: row.prompt_length - 1] == 0).all()
         assert (kept_prob.astype(np.float32).sum(1) <= 1.001).all()
+        log_p = out.logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        begin = row.prompt_length - 1
+        np.testing.assert_allclose(toy.store.own_log_probs(number)[begin:-1], log_p[begin:], rtol=1e-4, atol=1e-5)
+        assert (toy.store.own_log_probs(number)[[*range(begin), -1]] == 0).all()
 
 
 def test_a_second_call_computes_nothing(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +125,13 @@ def test_old_stores_are_forgotten(toy: Toy, tmp_path: Path) -> None:
 def test_top_probabilities_of_the_whole_vocabulary(vocab: int, k: int, rows: int, seed: int) -> None:
     k = min(k, vocab)
     logits = 4 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
-    index, prob = top_probabilities(logits, lambda x: x, k)
+    following = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(seed))
+    index, prob, own = top_probabilities(logits, lambda x: x, k, following)
     expected = logits.double().softmax(-1).topk(k, dim=-1)
     assert torch.equal(index.long(), expected.indices)
     torch.testing.assert_close(prob.double(), expected.values, rtol=1e-3, atol=1e-4)
+    log_p = logits.double().log_softmax(-1).gather(1, following[:, None])[:, 0]
+    torch.testing.assert_close(own.double(), log_p, rtol=1e-5, atol=1e-5)
 
 
 def test_positions_that_are_judged() -> None:

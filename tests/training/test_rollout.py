@@ -63,11 +63,13 @@ def make_batch(target: PreTrainedModel, lengths: list[int], prompt: int, *, gree
         aux = taps.concat()
     prob, index = logits.softmax(-1).topk(8)
     mask = (torch.arange(tokens.shape[1]) >= prompt) & (torch.arange(tokens.shape[1]) < torch.tensor(lengths)[:, None])
-    return Batch(tuple(range(len(lengths))), tokens, torch.tensor(lengths), aux.float(), mask, index, prob)
+    after = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+    own = logits.log_softmax(-1).gather(2, after[:, :, None])[:, :, 0]
+    return Batch(tuple(range(len(lengths))), tokens, torch.tensor(lengths), aux.float(), mask, index, prob, own)
 
 
 def single_row(batch: Batch, row: int, until: int) -> Batch:
-    names = ("tokens", "aux", "loss_mask", "topk_index", "topk_prob")
+    names = ("tokens", "aux", "loss_mask", "topk_index", "topk_prob", "own")
     cut = {name: getattr(batch, name)[row : row + 1, :until] for name in names}
     return replace(batch, rows=(row,), lengths=torch.tensor([until]), **cut)
 
@@ -149,6 +151,7 @@ def test_accepted_along_rows_at_temperature_one_has_the_mean_of_rejection_sampli
     many = Batch(
         tuple(range(draws)), torch.cat([batch.tokens[:, :5].expand(draws, -1), y[:, None]], 1), torch.full((draws,), 6),
         batch.aux.expand(draws, -1, -1), batch.loss_mask.expand(draws, -1), index.expand(draws, 6, -1), prob.expand(draws, 6, -1),
+        p[y].log()[:, None].expand(draws, 6),
     )
     counted = rollout.accepted_along_rows(DraftPass(model, many), torch.arange(draws), torch.full((draws,), 4), 1, 1.0, g).float()
     error = (alpha * (1 - alpha) / draws).sqrt().item()
