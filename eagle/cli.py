@@ -150,6 +150,7 @@ def main() -> None:
     except EagleError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        say("interrupted")
-        sys.exit(130)
+    except SystemExit as ended:
+        if ended.code == 130:  # typer has made it of KeyboardInterrupt, without a word
+            say("interrupted")
+        raise

@@ -7,6 +7,7 @@ of bounds is a `ConfigError` with the file, the key and the closest valid key; n
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,8 @@ def _explain(error: ValidationError, origin: dict[tuple[str, ...], str]) -> str:
         near = near.replace("closest: '", f"closest: '{parent}." if parent else "closest: '")
         return f"{source}: unknown key '{key}'{near}{more}"
     text = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "literal_error":
+        text += closest(str(problem.get("input")), re.findall(r"'([^']*)'", str(problem.get("ctx", {}).get("expected"))))
     shown = "" if isinstance(problem.get("input"), dict | BaseModel) else f", got {problem.get('input')!r}"
     return f"{source}: {key}: {text[0].lower()}{text[1:]}{shown}{more}"
 

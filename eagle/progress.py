@@ -23,9 +23,10 @@ def say(text: str) -> None:
 
 
 class Track:
-    """Progress of one loop. Use as a context manager; call `advance(n, note)` as work is done.
+    """Progress of one loop. Use as a context manager; call `advance(n, note)` as work is done, `begin(note)` before a part of it.
 
-    On a terminal a live bar is drawn; elsewhere a line at most every 5 seconds, and one at the end.
+    On a terminal a live bar is drawn; elsewhere a line for every part that begins, one at most every 5 seconds, and one at the
+    end.
     """
 
     def __init__(self, title: str, total: float, unit: str, *, done: float = 0.0, stream: TextIO | None = None) -> None:
@@ -33,6 +34,7 @@ class Track:
         self.done = self._start_done = done
         self._stream = stream or sys.stderr
         self._began = self._last = time.monotonic()
+        self._note = ""
         self._bar: Progress | None = None
 
     def __enter__(self) -> Track:
@@ -41,14 +43,14 @@ class Track:
                 TextColumn("{task.description}"),
                 BarColumn(),
                 TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[unit]}"),
-                TextColumn("{task.fields[rate]:.0f}/s"),
+                TextColumn("{task.fields[rate]}"),
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[note]}"),
                 console=Console(file=self._stream),
             )
             self._bar.start()
             self._task = self._bar.add_task(
-                self.title, total=self.total, completed=int(self.done), unit=self.unit, rate=0.0, note=""
+                self.title, total=self.total, completed=int(self.done), unit=self.unit, rate="", note=""
             )
         return self
 
@@ -58,18 +60,31 @@ class Track:
         elif kind is None and self.done > self._start_done:
             self._line("")
 
+    def begin(self, note: str) -> None:
+        """Say, before it starts, which part of the work comes now; it is shown beside the rate until the next one."""
+        self._note = note
+        if self._bar is not None:
+            self._bar.update(self._task, note=note)
+        else:
+            self._line(note)
+
     def advance(self, amount: float = 1.0, note: str = "") -> None:
-        """Say that `amount` more units are done; `note` is shown beside the rate."""
+        """Say that `amount` more units are done; `note`, else what was begun last, is shown beside the rate."""
         self.done += amount
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, rate=self.rate, note=note)
+            self._bar.update(self._task, completed=self.done, rate=self._pace, note=note or self._note)
         elif time.monotonic() - self._last >= PLAIN_SECONDS:
-            self._line(note)
+            self._line(note or self._note)
 
     @property
     def rate(self) -> float:
         """Units per second since the start of this process' part of the work."""
         return (self.done - self._start_done) / max(time.monotonic() - self._began, 1e-9)
+
+    @property
+    def _pace(self) -> str:
+        """The rate as text, of what is slower than one a second per minute; nothing before anything is done."""
+        return f"{self.rate:.1f}/s" if self.rate >= 1.0 else f"{60 * self.rate:.1f}/min" if self.rate else ""
 
     def _line(self, note: str) -> None:
         self._last = time.monotonic()
@@ -77,7 +92,8 @@ class Track:
         if self.done - self._start_done < 0.01 * self.total and left >= 1:
             eta = "ETA -"  # too little is done to tell
         else:
-            eta = f"ETA {int(left // 60)}:{int(left % 60):02d}" if left >= 1 else f"done in {self._last - self._began:.0f} s"
-        tail = f"  {note}" if note else ""
-        self._stream.write(f"{self.title}: {self.done:.0f}/{self.total:.0f} {self.unit}  {self.rate:.1f}/s  {eta}{tail}\n")
+            over = self.done >= self.total
+            eta = f"done in {self._last - self._began:.0f} s" if over else f"ETA {int(left // 60)}:{int(left % 60):02d}"
+        parts = (f"{self.title}: {self.done:.0f}/{self.total:.0f} {self.unit}", self._pace, eta, note)
+        self._stream.write("  ".join(part for part in parts if part) + "\n")
         self._stream.flush()

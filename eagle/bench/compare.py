@@ -24,9 +24,10 @@ from eagle.bench.suites import SUITES, Suite, load_suite
 from eagle.bench.text import plain
 from eagle.bench.workload import Arm
 from eagle.config import Config, Method
-from eagle.errors import StepFailed
+from eagle.errors import ConfigError, StepFailed
 from eagle.progress import Track, say
-from eagle.target.load import ensure_target, load_tokenizer, pick_device, setup_torch
+from eagle.target.load import ensure_target, load_tokenizer, pick_device, setup_torch, target_dims
+from eagle.target.resolve import target_fingerprint
 from eagle.target.template import render_prompt
 from kernels.dispatch import using
 from kernels.tuned import TABLE, read_table
@@ -51,12 +52,35 @@ def available_methods(sources: Sources, base: Path) -> list[Method]:
     return found
 
 
+def check_sources(sources: Sources, methods: Sequence[Method], config: Config, root: Path) -> None:
+    """Refuse drafts that are not what their steps wrote (every byte is read), or were made for another target.
+
+    Raises StepFailed and ConfigError. What a manifest does not tell is not asked.
+    """
+    needed = {"eagle31-distilled": sources.distill, "medusa": sources.rivals, "eagle2": sources.rivals}
+    for folder in dict.fromkeys([sources.policy, *(needed.get(method) for method in methods)]):
+        made = manifest.read_manifest(folder) if folder else None
+        if folder is None or made is None:
+            continue
+        altered = manifest.altered_file(folder, made)
+        if altered:
+            again = f"eagle step {folder.name} --dir {folder.parent} --force"
+            raise StepFailed(f"{folder / altered}: it is not what the step '{folder.name}' wrote; run: {again}")
+        trained = made["parts"].get("extra", {}).get("target")
+        now = target_fingerprint(config.target, root, root / config.paths.cache)
+        if trained not in (None, now):
+            raise ConfigError(
+                f"target.model: '{config.target.model}' is not the target that {folder} was made for ({now}, then {trained}); "
+                f"name that one, or make drafts for this one: make run"
+            )
+
+
 def compare(config: Config, root: Path, base: Path, suite: str, prompts: int | None, out: Path | None) -> Path:
     """Measure `config.bench.methods` on a suite with the drafts of the run folder `base`; returns the output folder.
 
     `suite`: see `eagle.bench.suites`, or 'load'. Raises StepFailed for a run that lacks what a method needs, ConfigError
-    and DataError as `load_suite` does, BusyError when another bench writes the same folder. The folder is complete when it
-    exists; only an empty folder or former results are replaced.
+    and DataError as `load_suite` and `check_sources` do, BusyError when another bench writes the same folder, and what `replacing`
+    raises. The folder is complete when it exists; only an empty folder or former results are replaced.
     """
     sources = find_sources(base)
     for method in config.bench.methods:
@@ -65,16 +89,27 @@ def compare(config: Config, root: Path, base: Path, suite: str, prompts: int | N
             raise StepFailed(f"bench: '{method}' needs the step '{needed}'; run: eagle step {needed} --dir {base}")
     tuned = read_tuned(base / "tune")
     final = result_folder(out or base / f"bench-{short_name(suite, root)}")
+    target = ensure_target(config.target, root, root / config.paths.cache)
+    tokenizer = load_tokenizer(target, trust_remote_code=config.target.trust_remote_code)
+    work = load_suite(
+        "default" if suite == LOAD else suite, root=root, render=partial(render_prompt, tokenizer),
+        max_prompt_tokens=_longest_prompt(config, target), count=prompts, dataset=base / "dataset",
+    )  # fmt: skip
+    check_sources(sources, config.bench.methods, config, root)
     with replacing(final) as fresh:
-        target = ensure_target(config.target, root, root / config.paths.cache)
-        work = load_suite(
-            "default" if suite == LOAD else suite, root=root, render=partial(render_prompt, load_tokenizer(target)),
-            max_prompt_tokens=config.dataset.max_prompt_tokens, count=prompts, dataset=base / "dataset",
-        )  # fmt: skip
+        say(f"bench: suite '{suite}' -> {final}")
         with using(tuned=read_table(base / "tune" / TABLE, pick_device(config.runtime.device))):
             _measure(Session(config, target, sources, tuned, work), suite, fresh)
         manifest.write_json(fresh / ABOUT, about(work, suite))
     return final
+
+
+def _longest_prompt(config: Config, target: Path) -> int:
+    """Return how many tokens a prompt may have: it and its answer must fit the target's positions."""
+    positions, answer = target_dims(target).max_position_embeddings, config.bench.max_new_tokens
+    if positions <= answer:
+        raise ConfigError(f"bench.max_new_tokens: {answer} tokens leave no room for a prompt: the target has {positions} positions")
+    return min(config.dataset.max_prompt_tokens, positions - answer)
 
 
 def _measure(session: Session, suite: str, folder: Path) -> None:
@@ -91,7 +126,7 @@ def short_name(suite: str, root: Path) -> str:
     if suite in (*SUITES, LOAD):
         return suite
     place = hashlib.sha256(str((root / suite).resolve()).encode()).hexdigest()[:6]
-    return f"{Path(suite).stem}-{place}"
+    return f"{Path(suite).stem[:40]}-{place}"
 
 
 def about(work: Suite, suite: str) -> dict[str, Any]:
@@ -109,6 +144,7 @@ def _load(session: Session, folder: Path) -> None:
     lab = make_lab(session, dtype, device, batch, tuned["draft_step"] == "compiled")
     arms = [Arm(batch, 0.0, 0, "none"), Arm(batch, 0.0, bench.max_draft_tokens, "eagle31-pid")]
     for arm in arms:
+        say(f"bench: load: {arm.name}: warm-up{' and costs' if arm.draft_tokens else ''}")
         warm = session.work.window(0, batch)
         lab.engine(arm.method).generate(warm, max_new_tokens=4, draft_tokens=min(arm.draft_tokens, 2), ignore_eos=True)
         lab.prepare(arm, session.work)
@@ -117,6 +153,7 @@ def _load(session: Session, folder: Path) -> None:
     with Track("bench: load", len(arms) * len(bench.load_rates) * bench.load_requests, "requests") as track:
         for turn, rate in enumerate(bench.load_rates):
             for arm in arms if turn % 2 == 0 else reversed(arms):
+                track.begin(f"{rate:g} requests/s: {arm.name}")
                 point = run_load(
                     lab.engine(arm.method), lab.policy(arm), session.work, rate=rate, count=bench.load_requests,
                     max_new_tokens=bench.max_new_tokens, limits=limits, seed=config.runtime.seed, done=track.advance,

@@ -116,15 +116,18 @@ def race(
     rounds: int,
     seed: int,
     done: Callable[[], None],
+    began: Callable[[str], None] = lambda what: None,
 ) -> list[Timed]:
     """Time `arms` in turns, `rounds` times: A B C, B C A, ... In one turn all arms get the same prompts and budget.
 
     Stop tokens are ignored, so that every arm makes the same number of tokens: `max_new_tokens`, one number or one for each of
-    the `size` prompts of a turn. `done` is called after each run.
+    the `size` prompts of a turn. `done` is called after each run, `began` before each, and before what prepares an arm, with
+    what it is.
     """
     found = [Timed(arm, []) for arm in arms]
     short = min(8, max_new_tokens if isinstance(max_new_tokens, int) else max(max_new_tokens))
     for arm in arms:  # first calls allocate and, for a compiled draft, compile
+        began(f"{arm.place}: {arm.name}, warm-up{' and costs' if is_adaptive(arm.method) else ''}")
         players.engine(arm.method).generate(
             work.window(0, arm.batch), max_new_tokens=short, draft_tokens=arm.draft_tokens, batch=arm.batch, ignore_eos=True
         )
@@ -133,6 +136,7 @@ def race(
         prompts = work.window(turn, size)
         first = turn % len(arms)
         for timed in found[first:] + found[:first]:
+            began(f"{timed.arm.place}: {timed.arm.name}, turn {turn + 1} of {rounds}")
             result = players.engine(timed.arm.method).generate(
                 prompts,
                 max_new_tokens=max_new_tokens,
@@ -148,9 +152,10 @@ def race(
 
 
 def acceptance(
-    engine: Engine, work: Workload, arm: Arm, *, max_new_tokens: int, seed: int, stop: AbstractSet[int]
+    engine: Engine, work: Workload, arm: Arm, *, max_new_tokens: int, seed: int, stop: AbstractSet[int],
+    done: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Decode all prompts once, to their ends, and return what was accepted (vLLM's counters)."""
+    """Decode all prompts once, to their ends, and return what was accepted (vLLM's counters). `done`: see `Engine.generate`."""
     stats = engine.generate(
         work.prompts,
         max_new_tokens=max_new_tokens,
@@ -159,6 +164,7 @@ def acceptance(
         seed=seed,
         stop=stop,
         batch=arm.batch,
+        done=done,
     ).stats
     return {
         "method": arm.method,
@@ -183,21 +189,24 @@ def cost_ratio(none: Timed, drafted: Timed) -> dict[str, Any]:
 
 
 def equality(
-    players: Players, arms: Sequence[Arm], prompts: list[list[int]], *, max_new_tokens: int, stop: AbstractSet[int]
+    players: Players, arms: Sequence[Arm], prompts: list[list[int]], *, max_new_tokens: int, stop: AbstractSet[int],
+    done: Callable[[int], None] | None = None, began: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """Compare each arm's greedy text to the target's own at batch 1.
 
     The players' target must be float32. A token is equal if it and all before it in its answer are; a first difference
     is reported with its position and the gap between the target's two highest logits there: only a gap at the level of
-    rounding (about 1e-5 and below) may be one.
+    rounding (about 1e-5 and below) may be one. `done`: see `Engine.generate`; `began` is called with what comes next.
     """
     plain = players.engine("none")
-    base = plain.generate(prompts, max_new_tokens=max_new_tokens, draft_tokens=0, stop=stop, batch=1).tokens
+    began("the target's own text")
+    base = plain.generate(prompts, max_new_tokens=max_new_tokens, draft_tokens=0, stop=stop, batch=1, done=done).tokens
     total = sum(len(tokens) for tokens in base)
     found: dict[str, Any] = {"prompts": len(prompts), "tokens": total, "runs": [], "mismatches": []}
     for arm in arms:
+        began(f"batch {arm.batch}: {arm.name}")
         result = players.engine(arm.method).generate(
-            prompts, max_new_tokens=max_new_tokens, draft_tokens=players.policy(arm), stop=stop, batch=arm.batch
+            prompts, max_new_tokens=max_new_tokens, draft_tokens=players.policy(arm), stop=stop, batch=arm.batch, done=done
         )
         equal = 0
         told = {"method": arm.method, "batch": arm.batch}

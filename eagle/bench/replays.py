@@ -6,7 +6,7 @@ cost table. So every fixed K, the per-round oracle and the controller itself are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,14 @@ from eagle.decode.engine import Engine
 from eagle.decode.replay import Round, best_fixed, oracle, regret, replay, save_trace, worst_window
 
 
-def record(engine: Engine, prompts: list[list[int]], batch: int, longest: int, max_new_tokens: int) -> list[Round]:
+def record(
+    engine: Engine, prompts: list[list[int]], batch: int, longest: int, max_new_tokens: int,
+    done: Callable[[int], None] | None = None,
+) -> list[Round]:  # fmt: skip
     """Decode greedily with `longest` draft tokens in every round and return what each round accepted."""
-    stats = engine.generate(prompts, max_new_tokens=max_new_tokens, draft_tokens=longest, batch=batch, ignore_eos=True).stats
+    stats = engine.generate(
+        prompts, max_new_tokens=max_new_tokens, draft_tokens=longest, batch=batch, ignore_eos=True, done=done
+    ).stats
     return [Round(len(step.accepted), step.accepted) for step in stats.steps if step.accepted]
 
 

@@ -11,6 +11,7 @@ prompts, mean_prompt_tokens, `measured` {name of draft: acceptance_length, accep
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from eagle import manifest
 from eagle.bench.bootstrap import Counts, relative_loss
-from eagle.bench.compare import find_sources
+from eagle.bench.compare import check_sources, find_sources
 from eagle.bench.conditions import Condition, Room, make_conditions
 from eagle.bench.outputs import ABOUT, replacing, result_folder
 from eagle.bench.robustness_report import render
@@ -50,13 +51,15 @@ class Subjects:
     max_new_tokens: int
     stop: frozenset[int]
 
-    def count(self, name: str, prompts: list[list[int]]) -> Counts:
-        """Decode the prompts greedily to their ends and return what was accepted of the named draft."""
+    def count(self, name: str, prompts: list[list[int]], done: Callable[[int], None] | None = None) -> Counts:
+        """Decode the prompts greedily to their ends and return what was accepted of the named draft. `done`: see `Engine`."""
         longest = max(map(len, prompts)) + self.max_new_tokens
         batch = max(1, min(BATCH, len(prompts), BATCH_TOKENS // longest))
         engine = Engine(self.target, self.drafts[name], max_length=longest, batch=batch)
-        done = engine.generate(prompts, max_new_tokens=self.max_new_tokens, draft_tokens=self.draft_tokens, stop=self.stop)
-        return Counts.of(done.accepted, self.draft_tokens)
+        found = engine.generate(
+            prompts, max_new_tokens=self.max_new_tokens, draft_tokens=self.draft_tokens, stop=self.stop, done=done
+        )
+        return Counts.of(found.accepted, self.draft_tokens)
 
 
 def measure_robustness(
@@ -68,11 +71,14 @@ def measure_robustness(
     Raises StepFailed for a run without a draft, ConfigError or BundleError for one that does not fit the target, DataError for
     missing prompts, BusyError when another bench writes the same folder. Only former results are replaced.
     """
-    folders = {OWN: find_sources(base).policy / "draft"}
+    sources = {OWN: find_sources(base)}
     if compare is not None:
-        folders[OTHER] = find_sources(compare).policy / "draft"
-        if folders[OTHER].resolve() == folders[OWN].resolve():
-            raise ConfigError(f"--compare {compare}: it is the same run; name the folder of another one")
+        sources[OTHER] = find_sources(compare)
+    folders = {name: source.policy / "draft" for name, source in sources.items()}
+    if compare is not None and folders[OTHER].resolve() == folders[OWN].resolve():
+        raise ConfigError(f"--compare {compare}: it is the same run; name the folder of another one")
+    for source in sources.values():
+        check_sources(source, [], config, root)
     final = result_folder(out or base / f"bench-{ROBUSTNESS}")
     with replacing(final) as fresh:
         target = ensure_target(config.target, root, root / config.paths.cache)
@@ -113,12 +119,13 @@ def _count_all(subjects: Subjects, conditions: list[Condition]) -> dict[str, dic
     """Return {condition: {draft: counts}} of the conditions that have prompts."""
     found: dict[str, dict[str, Counts]] = {}
     usable = [condition for condition in conditions if not condition.skipped]
-    with Track("bench: robustness", len(usable) * len(subjects.drafts), "conditions") as track:
+    total = len(subjects.drafts) * sum(len(condition.prompts) for condition in usable)
+    with Track("bench: robustness", total, "answers") as track:
         for condition in usable:
             found[condition.name] = {}
             for name in subjects.drafts:
-                found[condition.name][name] = subjects.count(name, condition.prompts)
-                track.advance(1, condition.name)
+                track.begin(condition.name if len(subjects.drafts) == 1 else f"{condition.name}, draft '{name}'")
+                found[condition.name][name] = subjects.count(name, condition.prompts, track.advance)
     return found
 
 

@@ -87,6 +87,7 @@ def run_session(session: Session) -> tuple[dict[str, Any], Traces]:
     busy = measure.busy_percent("bench")
     stop = frozenset(target_dims(session.target).eos_token_ids)
     compiled = tuned["draft_step"] == "compiled"
+    say(f"bench: {len(work.prompts)} prompts; {_phases(session)}")
     lab = make_lab(session, dtype, device, max(bench.batch_sizes), compiled)
     traces: Traces = {}
     result: dict[str, Any] = {
@@ -111,10 +112,17 @@ def run_session(session: Session) -> tuple[dict[str, Any], Traces]:
     }
     predict.add_predictions(result["rows"], result["acceptance"], predict.tuned_costs(tuned, dtype))
     del lab  # its memory is needed for the float32 target
-    say("bench: greedy equality in float32")
     result["equality"] = _equality(session, device, stop)
     result["recommended"] = measure.recommend(result["rows"], min(bench.temperatures))
     return result, traces
+
+
+def _phases(session: Session) -> str:
+    """Return what is measured, in the order of the phases, for the person who waits."""
+    bench = session.config.bench
+    batches = ", ".join(map(str, sorted(set(bench.batch_sizes))))
+    names = ["speed", "acceptance", *(["replay"] if "eagle31-pid" in session.methods else []), "equality"]
+    return f"methods none, {', '.join(session.methods)}; batches {batches}; phases: {', '.join(names)}"
 
 
 def make_lab(session: Session, dtype: str, device: str, batch: int, compiled: bool) -> Lab:
@@ -133,14 +141,14 @@ def _timed(session: Session, lab: Lab) -> dict[str, Any]:
     groups = speed_arms(sorted(set(bench.batch_sizes)), temperatures, session.methods, lab.lengths)
     rows: list[dict[str, Any]] = []
     cost: dict[str, Any] = {"median": None}
-    with Track("bench", bench.rounds * sum(len(group) for group in groups), "runs") as track:
+    with Track("bench: speed", bench.rounds * sum(len(group) for group in groups), "runs") as track:
         for group in groups:
             size = window_size(len(session.work.prompts), group[0].batch, bench.rounds)
             if group[0].temperature != temperatures[0]:
                 size = max(group[0].batch, size // 2)  # a second look, at half the cost
             timed = measure.race(
                 lab, session.work, group, max_new_tokens=bench.max_new_tokens, size=size, rounds=bench.rounds, seed=seed,
-                done=track.advance,
+                done=track.advance, began=track.begin,
             )  # fmt: skip
             rows += [one.row(timed[0]) for one in timed]
             chains = [one for one in timed if one.arm.method == "eagle31"]
@@ -150,19 +158,22 @@ def _timed(session: Session, lab: Lab) -> dict[str, Any]:
 
 
 def _acceptance(session: Session, lab: Lab, stop: frozenset[int]) -> list[dict[str, Any]]:
+    """Count acceptance over all prompts, for every method of a fixed draft length."""
     bench, found = session.config.bench, []
-    for method in session.methods:
-        if is_adaptive(method):
-            continue
-        for temperature in sorted(set(bench.temperatures)):
-            for length in lab.lengths(method):
-                arm = Arm(lab.batch, temperature, length, method)
-                say(f"bench: acceptance of {arm.name} at T={temperature:g}")
-                counted = measure.acceptance(
-                    lab.engine(method), session.work, arm, max_new_tokens=bench.max_new_tokens, seed=session.config.runtime.seed,
-                    stop=stop,
-                )  # fmt: skip
-                found.append(counted)
+    arms = [
+        Arm(lab.batch, temperature, length, method)
+        for method in session.methods if not is_adaptive(method)
+        for temperature in sorted(set(bench.temperatures))
+        for length in lab.lengths(method)
+    ]  # fmt: skip
+    with Track("bench: acceptance", len(arms) * len(session.work.prompts), "answers") as track:
+        for arm in arms:
+            track.begin(f"{arm.place}: {arm.name}")
+            counted = measure.acceptance(
+                lab.engine(arm.method), session.work, arm, max_new_tokens=bench.max_new_tokens, seed=session.config.runtime.seed,
+                stop=stop, done=track.advance,
+            )  # fmt: skip
+            found.append(counted)
     return found
 
 
@@ -171,25 +182,33 @@ def _replay(session: Session, lab: Lab, traces: Traces) -> list[dict[str, Any]]:
     bench, found = session.config.bench, []
     if "eagle31-pid" not in session.methods:
         return []
-    longest = bench.max_draft_tokens
-    for batch in sorted(set(bench.batch_sizes)):
-        say(f"bench: recording acceptance with K={longest} at batch {batch}")
-        prompts = session.work.window(0, max(batch, len(session.work.prompts)))
-        traces[batch] = replays.record(lab.engine("eagle31-pid"), prompts, batch, longest, bench.max_new_tokens)
-        arm = Arm(batch, min(bench.temperatures), longest, "eagle31-pid")
-        found.append(replays.judge(traces[batch], lab.cost_table(arm), lab.control, longest, batch))
+    longest, sizes = bench.max_draft_tokens, sorted(set(bench.batch_sizes))
+    windows = {batch: session.work.window(0, max(batch, len(session.work.prompts))) for batch in sizes}
+    with Track("bench: replay", sum(map(len, windows.values())), "answers") as track:
+        for batch, prompts in windows.items():
+            track.begin(f"batch {batch}: recording acceptance with K={longest}")
+            engine = lab.engine("eagle31-pid")
+            traces[batch] = replays.record(engine, prompts, batch, longest, bench.max_new_tokens, track.advance)
+            arm = Arm(batch, min(bench.temperatures), longest, "eagle31-pid")
+            found.append(replays.judge(traces[batch], lab.cost_table(arm), lab.control, longest, batch))
     return found
 
 
 def _equality(session: Session, device: str, stop: frozenset[int]) -> dict[str, Any]:
     """Compare all methods' text in float32, at batch 1 and in one ragged batch."""
+    say("bench: equality: loading the target in float32")
     bench = session.config.bench
     prompts = session.work.prompts[: bench.equality_prompts]
     lab = make_lab(session, "float32", device, len(prompts), compiled=False)
     arms = [Arm(b, 0.0, max(lab.lengths(m)), m) for m in session.methods or ["none"] for b in sorted({1, len(prompts)})]
-    for arm in arms:
-        lab.prepare(arm, session.work)
-    return measure.equality(lab, arms, prompts, max_new_tokens=bench.max_new_tokens, stop=stop)
+    with Track("bench: equality", (1 + len(arms)) * len(prompts), "answers") as track:
+        for arm in arms:
+            if is_adaptive(arm.method):
+                track.begin(f"batch {arm.batch}: {arm.name}, costs")
+            lab.prepare(arm, session.work)
+        return measure.equality(
+            lab, arms, prompts, max_new_tokens=bench.max_new_tokens, stop=stop, done=track.advance, began=track.begin
+        )
 
 
 def write_outputs(folder: Path, result: dict[str, Any], traces: Traces) -> None:

@@ -29,6 +29,7 @@ from eagle.errors import ConfigError, DataError, closest
 from eagle.progress import say
 
 SUITES = ("default", "heldout", "mixed")
+NAMES = (*SUITES, "load", "robustness")  # all that `eagle bench --suite` takes; the last two are not prompts of their own
 KINDS = ("chat", "translation", "summary", "qa", "maths", "rag")
 SHIPPED = Path("data") / "suites"  # not data/bench: there the bench step writes when its base folder is data/
 # What is easy to draft (answers repeat the prompt's words) against what is not.
@@ -120,9 +121,13 @@ def _read_shipped(name: str, root: Path, limit: int, quarantine: Quarantine) -> 
 def _read_file(name: str, root: Path, limit: int, quarantine: Quarantine) -> list[Prompt]:
     """Return the prompts of a file in row order; those without a kind of their own get the file's name as kind."""
     path = root / name
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError:  # a name that is too long, or a folder that may not be entered
+        there = False
+    if not there:
         raise ConfigError(
-            f"suite '{name}': no suite and no file of that name{_nearest(name, path)}; give one of {', '.join(SUITES)} "
+            f"suite '{name}': no suite and no file of that name{_nearest(name, path)}; give one of {', '.join(NAMES)} "
             f"or a JSONL file, relative to {root} or absolute"
         )
     with tempfile.TemporaryDirectory(prefix="eagle-suite-") as folder:
@@ -136,8 +141,11 @@ def _read_file(name: str, root: Path, limit: int, quarantine: Quarantine) -> lis
 
 
 def _nearest(name: str, path: Path) -> str:
-    files = (p.name for p in path.parent.glob("*.json*")) if path.parent.is_dir() else ()
-    return closest(name, SUITES) or closest(path.name, sorted(files))
+    try:
+        files = sorted(p.name for p in path.parent.glob("*.json*")) if path.parent.is_dir() else []
+    except OSError:
+        files = []
+    return closest(name, NAMES) or closest(path.name, files)
 
 
 def _as_lines(path: Path, folder: Path) -> Path:

@@ -48,6 +48,11 @@ class Arm:
         """As `arm_name`."""
         return arm_name(self.method, self.draft_tokens)
 
+    @property
+    def place(self) -> str:
+        """Return e.g. 'batch 32, T=0'."""
+        return f"batch {self.batch}, T={self.temperature:g}"
+
 
 LABELS: dict[Method, str] = {
     "none": "none",

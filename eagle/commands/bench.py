@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import typer
 
 from eagle.commands.invocation import DirOption, ProfileOption, SetOption, base_folder, load
-from eagle.errors import ConfigError
+from eagle.config import Method
+from eagle.errors import ConfigError, closest
 from eagle.progress import say
 
 
@@ -55,8 +56,8 @@ def bench(
         return
     if compare_with is not None:
         raise ConfigError("--compare: only the suite 'robustness' compares two runs' drafts; add --suite robustness")
-    levels = batches or ("1,32" if engine == "reference" else "1,8,32")
-    said = [f"bench.batch_sizes=[{levels}]", f"bench.rounds={rounds}", "bench.temperatures=[0.0]"]
+    levels = _sizes(batches if batches is not None else ("1,32" if engine == "reference" else "1,8,32"))
+    said = [f"bench.batch_sizes={levels}", f"bench.rounds={rounds}", "bench.temperatures=[0.0]"]
     config, root, chosen = load(context, profile, [*said, *(overrides or ())])
     base = base_folder(root, config, chosen, folder)
     if engine == "vllm":
@@ -67,7 +68,29 @@ def bench(
         return
     from eagle.bench.compare import available_methods, compare, find_sources
 
-    wanted = ",".join(available_methods(find_sources(base), base)) if methods is None else methods
-    config, root, _ = load(context, profile, [*said, f"bench.methods=[{wanted}]", *(overrides or ())])
+    wanted = available_methods(find_sources(base), base) if methods is None else _methods(methods)
+    config, root, _ = load(context, profile, [*said, f"bench.methods=[{', '.join(wanted)}]", *(overrides or ())])
     done = compare(config, root, base, suite, prompts, out)
     say(f"bench: done -> {done}; next: eagle bench --suite load --dir {shlex.quote(str(base))}")
+
+
+def _methods(text: str) -> list[Method]:
+    """Return the methods of `--methods`. ConfigError names the closest one for a name that is none."""
+    valid: dict[str, Method] = {method: method for method in get_args(Method)}
+    names = [name for part in text.split(",") if (name := part.strip())]
+    wrong = next((name for name in names if name not in valid), None)
+    if wrong is not None or not names:
+        what = "it names none" if wrong is None else f"there is no method '{wrong}'{closest(wrong, valid)}"
+        raise ConfigError(f"--methods: {what}; methods: {', '.join(valid)}")
+    return [valid[name] for name in names]
+
+
+def _sizes(text: str) -> list[int]:
+    """Return the numbers of `--batch`. Raises ConfigError for what is none."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise ConfigError(f"--batch: '{text}': must be whole numbers from 1 on, separated by commas, for example 1,32")
+    return sizes

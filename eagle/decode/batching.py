@@ -69,6 +69,11 @@ class Decoding:
         """How many requests are in the batch."""
         return len(self._slots)
 
+    @property
+    def open(self) -> int:
+        """How many requests wait or are in the batch."""
+        return len(self._waiting) + len(self._slots)
+
     def clock(self) -> float:
         """Return the time in seconds, after all work queued on an accelerator is done."""
         if self._device.type == "cuda":

@@ -8,7 +8,7 @@ autoregressive decoding with the same code, caches and kernels. The target runs 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -135,13 +135,15 @@ class Engine:
         chunk: int = 0,
         carry: bool = False,
         verification: Verification = "rejection",
+        done: Callable[[int], None] | None = None,
     ) -> DecodeResult:
         """Continue each prompt (token ids) by at most `max_new_tokens` tokens (one number, or one a prompt), drafting
         `draft_tokens` a round.
 
         `draft_tokens` 0, or no draft: autoregressive. `temperature` 0: greedy. `stop` ids end an answer unless
         `ignore_eos`. At most `batch` prompts are in work at once; the next begins as soon as one ends. At temperature
-        > 0 the random numbers depend on `seed`, the prompt's index and the position only. The rest as in `decoding`.
+        > 0 the random numbers depend on `seed`, the prompt's index and the position only. `done` is called after each step in
+        which prompts were finished, with their number. The rest as in `decoding`.
         Raises ValueError for an empty prompt, one that does not fit, or settings out of range.
         """
         params = SamplingParams(temperature, top_k, top_p, seed)
@@ -152,8 +154,12 @@ class Engine:
         with self.decoding(draft_tokens, chunk=chunk, carry=carry, verification=verification, batch=batch) as run:
             answers = [run.submit(request) for request in requests]
             began = run.clock()
+            left = len(answers)
             while run.busy:
                 run.step()
+                if done is not None and (now := run.open) < left:
+                    done(left - now)
+                    left = now
             run.stats.seconds = run.clock() - began
         run.stats.ttft_seconds /= max(len(prompts), 1)
         return DecodeResult([a.tokens for a in answers], [_ended(a) for a in answers], [a.accepted for a in answers], run.stats)

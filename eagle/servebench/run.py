@@ -91,6 +91,7 @@ def run_closed(session: ServedSession, work: Path) -> dict[str, Any]:
                     _warm(running, session, level)
                     warm.add((running.where.url, level))
                 size = window_size(len(session.work.prompts), level, bench.rounds)
+                track.begin(f"{names[method]} at {level}, turn {turn + 1} of {bench.rounds}")
                 before = _counters(running)
                 visits.answers.append(
                     closed_loop(running.where, session.work.window(turn, size), level, bench.max_new_tokens, lambda: None)
@@ -239,6 +240,7 @@ def run_load(session: ServedSession) -> dict[str, Any]:
                     running = pool.get(method)
                     names[method] = describe(method, running.wanted.speculation)
                     prompts = session.work.window(0, bench.load_requests)
+                    track.begin(f"{rate:g} requests/s: {names[method]}")
                     answers = open_loop(running.where, prompts, arrivals, bench.max_new_tokens, track.advance)
                     points[method].append(load_point(rate, [one.times for one in answers], limits))
     results = {method: LoadResult(names[method], limits, tuple(points[method])) for method in session.methods}

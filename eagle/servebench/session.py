@@ -43,12 +43,12 @@ def bench_served(
         say(f"bench: {method} left out: the bundle recommends a draft length at no batch size")
     wanted = want(bundle, config, root)
     final = result_folder(out or base / f"served-{short_name(suite, root)}")
+    tokenizer = load_tokenizer(wanted.target, trust_remote_code=config.target.trust_remote_code)
+    chosen = load_suite(
+        "default" if suite == LOAD else suite, root=root, render=partial(render_prompt, tokenizer),
+        max_prompt_tokens=config.dataset.max_prompt_tokens, count=prompts, dataset=base / "dataset",
+    )  # fmt: skip
     with replacing(final) as fresh, tempfile.TemporaryDirectory(prefix="eagle-served-") as work:
-        tokenizer = load_tokenizer(wanted.target, trust_remote_code=config.target.trust_remote_code)
-        chosen = load_suite(
-            "default" if suite == LOAD else suite, root=root, render=partial(render_prompt, tokenizer),
-            max_prompt_tokens=config.dataset.max_prompt_tokens, count=prompts, dataset=base / "dataset",
-        )  # fmt: skip
         session = ServedSession(config, wanted, record, measured, chosen)
         if suite == LOAD:
             found = run_load(session)

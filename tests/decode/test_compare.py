@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -13,15 +16,17 @@ import yaml
 from filelock import FileLock
 from typer.testing import CliRunner
 
-from eagle import manifest
-from eagle.bench.compare import available_methods, compare, find_sources
+from eagle import manifest, progress
+from eagle.bench.compare import available_methods, check_sources, compare, find_sources
 from eagle.bench.methods import Sources
+from eagle.bench.outputs import ABOUT, replacing, result_folder
 from eagle.cli import app
 from eagle.config import Config, Method
 from eagle.decode.medusa import MedusaHeads, save_medusa
 from eagle.decode.replay import load_trace
 from eagle.draft.io import save_draft
-from eagle.errors import BusyError, ConfigError, StepFailed
+from eagle.errors import BusyError, ConfigError, PreflightError, StepFailed
+from eagle.target.resolve import target_fingerprint
 from tests.decode.test_bench import _process_settings  # noqa: F401 -- the fixture
 from tests.toys import tiny_target
 from tests.training.builders import make_draft, write_dataset
@@ -160,5 +165,107 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     bench = json.loads((next(base.glob("bench-prompts-*/bench.json"))).read_text())
     assert [(row["method"], row["batch"]) for row in bench["rows"]] == [("none", 2), ("eagle31-pid", 2)]
-    with pytest.raises(ConfigError, match=r"bench\.methods.*medua"):
-        CliRunner().invoke(app, ["--root", str(tmp_path), "bench", "--methods", "medua"], catch_exceptions=False)
+    for bad, wanted in {
+        ("--methods", "medua"): r"--methods: there is no method 'medua' \(closest: 'medusa'\)",
+        ("--methods", ","): "--methods: it names none",
+        ("--batch", "1,x"): "--batch: '1,x'",
+        ("--batch", "0"): "--batch: '0'",
+        ("--batch", ""): "--batch: ''",
+        ("--set", "bench.methods=[medua]"): r"bench\.methods.*closest: 'medusa'",
+        ("--suite", "lod"): "closest: 'load'.*robustness",
+        ("--suite", "x" * 300): "no suite and no file",
+    }.items():
+        with pytest.raises(ConfigError, match=wanted):
+            CliRunner().invoke(
+                app, ["--root", str(tmp_path), "bench", "--dir", str(base), "--methods", "none", *bad], catch_exceptions=False
+            )
+    assert not list(base.glob("bench-x*")), "what cannot be measured leaves nothing, not even a lock"
+    assert not list(base.glob("bench-lod*"))
+
+
+def test_every_part_is_named_before_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 1e9)  # only what begins
+    config, base = make_run(tmp_path, rivals=False)
+    compare(with_methods(config, "none", "eagle31", "eagle31-pid"), tmp_path, base, "prompts.jsonl", 3, tmp_path / "out")
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("bench: ")]
+    assert f"bench: suite 'prompts.jsonl' -> {tmp_path / 'out'}" in told
+    phases = "phases: speed, acceptance, replay, equality"
+    assert f"bench: 3 prompts; methods none, eagle31, eagle31-pid; batches 1, 3; {phases}" in told
+    named = [line.rsplit("  ", 1) for line in told if "  " in line]
+    parts = [(before.split("  ")[0], part) for before, part in named]
+    arms = ("none", "Eagle 3.1, K=2", "Eagle 3.1 + PID, K<=4")
+    for at, batch in enumerate((1, 3)):
+        place = f"batch {batch}, T=0"
+        assert parts.index((f"bench: speed: {6 * at}/12 runs", f"{place}: {arms[2]}, warm-up and costs")) >= 0
+        first = [(f"bench: speed: {6 * at + n}/12 runs", f"{place}: {arm}, turn 1 of 2") for n, arm in enumerate(arms)]
+        second = [(f"bench: speed: {6 * at + 3 + n}/12 runs", f"{place}: {arms[(n + 1) % 3]}, turn 2 of 2") for n in range(3)]
+        begins = parts.index(first[0])
+        assert parts[begins : begins + 6] == first + second
+    assert any("ETA 0:" in before for before, _ in named)
+    assert any(line.startswith("bench: acceptance: 0/3 answers  ETA -  batch 3, T=0: Eagle 3.1, K=2") for line in told)
+    assert any(line.startswith("bench: acceptance: 3/3 answers") and "done in" in line for line in told)
+    assert sum("recording acceptance with K=4" in line for line in told) == 2
+    assert ("bench: equality: 0/10 answers", "the target's own text") in parts
+    assert ("bench: equality: 8/10 answers", "batch 2: Eagle 3.1 + PID, K<=4") in parts
+
+
+def test_altered_drafts_and_other_targets_are_refused(tmp_path: Path) -> None:
+    config, base = make_run(tmp_path, rivals=True)
+    config = with_methods(config, "eagle31")
+    values = config.model_dump(by_alias=True)
+    write = partial(manifest.write_manifest, base / "policy", "policy")
+    write({"extra": {"target": target_fingerprint(config.target, tmp_path, tmp_path)}})
+    tiny_target(tmp_path / "other", seed=5)
+    other = Config.model_validate({**values, "target": {"model": str(tmp_path / "other")}})
+    with pytest.raises(ConfigError, match=r"target\.model: '.*other' is not the target that .*policy was made for"):
+        compare(other, tmp_path, base, "prompts.jsonl", 2, None)
+    for folder, method in (("rivals", "medusa"), ("distill", "eagle31-distilled"), ("policy", "eagle31")):
+        weights = sorted((base / folder).rglob("*.safetensors"))[-1]
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(StepFailed, match=f"{weights.name}: it is not what the step '{folder}' wrote; run: eagle step {folder}"):
+            compare(with_methods(config, method), tmp_path, base, "prompts.jsonl", 2, None)
+        if folder != "policy":  # what is not measured does not matter
+            check_sources(find_sources(base), ["eagle31"], config, tmp_path)
+            weights.write_bytes(whole)
+    assert not list(base.glob("bench-*"))
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(PreflightError, match=r"out: the results cannot be written: .*file\); make room"):
+        replacing(tmp_path / "file" / "out").__enter__()
+    with pytest.raises(ConfigError, match="File name too long"):
+        result_folder(tmp_path / ("x" * 300))
+    kept = tmp_path / "out"
+    kept.mkdir()
+    (kept / ABOUT).write_text("{}")
+
+    def fails(code: int) -> None:
+        with replacing(kept) as fresh:
+            (fresh / "half").write_text("x")
+            raise OSError(code, os.strerror(code))
+
+    with pytest.raises(StepFailed, match="No space left on device; make room"):
+        fails(errno.ENOSPC)
+    assert [path.name for path in kept.iterdir()] == [ABOUT]
+    with pytest.raises(ConnectionError):
+        fails(errno.ECONNRESET)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "out", "out.lock"}
+
+
+def test_prompts_leave_room_for_answers_in_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, base = make_run(tmp_path, rivals=False)
+    about = tmp_path / "target" / "config.json"
+    numbers = json.loads(about.read_text())
+    with (tmp_path / "prompts.jsonl").open("a") as stream:
+        stream.write(json.dumps({"prompt": "long " * 16}) + "\n")
+    about.write_text(json.dumps({**numbers, "max_position_embeddings": 100}))
+    done = compare(with_methods(config, "eagle31"), tmp_path, base, "prompts.jsonl", None, None)
+    assert json.loads((done / "suite.json").read_text())["dropped"] == {"prompt too long": 1}
+    assert "prompts.jsonl, row 6, left out: prompt too long" in capsys.readouterr().err
+    about.write_text(json.dumps({**numbers, "max_position_embeddings": 10}))
+    with pytest.raises(ConfigError, match=r"bench\.max_new_tokens: 10 tokens leave no room"):
+        compare(with_methods(config, "eagle31"), tmp_path, base, "prompts.jsonl", None, None)

@@ -191,6 +191,98 @@ def test_arrivals_lengths_stops_and_plans_change_nothing(
     assert run.stats.tokens == sum(map(len, wanted))
 
 
+SAMPLED = (SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(1.2, 9, seed=2**40), SamplingParams(0.7, 0, 0.8, 5))
+
+
+@functools.cache
+def sampled_answers(variant: int) -> list[list[int]]:
+    """The text of every question, whose index is its key, under SAMPLED[variant], without speculation and alone in the batch."""
+    model, questions, _ = reference()
+    with Engine(model, None, max_length=60, batch=1).decoding() as run:
+        found = [run.submit(Request(question, COUNT, SAMPLED[variant], key=i)) for i, question in enumerate(questions)]
+        while run.busy:
+            run.step()
+    return [answer.tokens for answer in found]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    variants=st.lists(st.integers(0, 3), min_size=8, max_size=8),
+    batch=st.integers(1, 8),
+    period=st.integers(0, 6),
+    kind=st.sampled_from(["chain", "carry", "tree"]),
+)
+def test_sampled_requests_under_any_schedule(seed: int, variants: list[int], batch: int, period: int, kind: str) -> None:
+    """Seeds, temperatures, top-k and top-p of their own, random arrivals, stops and plans: the text without speculation."""
+    model, questions, _ = reference()
+    answers = [sampled_answers(variant)[i] for i, variant in enumerate(variants)]
+    rng = random.Random(seed)
+    engine = Engine(model, OracleDrafter(questions, answers, period, tree=kind == "tree"), max_length=60, batch=batch)
+    coming, wanted, got = list(range(8)), [], []
+    rng.shuffle(coming)
+    with engine.decoding(Erratic(seed, 9, 5), carry=kind == "carry") as run:
+        while coming or run.busy:
+            while coming and rng.random() < 0.4:
+                i = coming.pop()
+                count, stop = rng.randint(0, COUNT), frozenset(rng.choices(range(64), k=rng.randint(0, 3)))
+                got.append(run.submit(Request(questions[i], count, SAMPLED[variants[i]], stop, i)))
+                wanted.append(cut(answers[i], count, stop))
+            run.step()
+    assert [answer.tokens for answer in got] == wanted
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    batch=st.integers(2, 8),
+    length=st.integers(1, 7),
+    chunk=st.integers(0, 3),
+    mode=st.sampled_from(["rejection", "carry", "block"]),
+)
+def test_drawn_drafts_do_not_depend_on_who_comes_when(seed: int, batch: int, length: int, chunk: int, mode: str) -> None:
+    """With a fixed K, the text of a sampled request is the one that it gets alone, whoever shares the batch."""
+    model, questions, _ = reference()
+    rng = random.Random(seed)
+    picks = [(i, rng.randint(1, 14), rng.choice(SAMPLED)) for i in rng.sample(range(8), 4)]
+    requests = [Request(questions[i], count, params, frozenset(rng.choices(range(64), k=2)), i) for i, count, params in picks]
+
+    def run(size: int, chance: float) -> list[list[int]]:
+        coming, got = list(requests), []
+        engine = Engine(model, own_draft(), max_length=60, batch=size)
+        verification = "block" if mode == "block" else "rejection"
+        with engine.decoding(length, chunk=chunk, carry=mode == "carry", verification=verification) as decoding:
+            while coming or decoding.busy:
+                while coming and rng.random() < chance:
+                    got.append(decoding.submit(coming.pop(0)))
+                decoding.step()
+        return [answer.tokens for answer in got]
+
+    assert run(batch, 0.4) == run(1, 1.0 - 1e-9)
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_beyond_the_positions_of_target_and_draft(length: int) -> None:
+    """Prompts and answers longer than either was made for: still the target's own text."""
+    model = target()
+    model.config.max_position_embeddings = 8
+    questions = prompts(RAGGED)
+    small = draft(model, max_position_embeddings=8)
+    result = Engine(model, small, max_length=60, batch=3).generate(questions, max_new_tokens=COUNT, draft_tokens=length)
+    assert result.tokens == [greedy(model, question, COUNT) for question in questions]
+
+
+def test_finished_prompts_are_told_as_they_end() -> None:
+    model, questions, _ = reference()
+    told: list[int] = []
+    limits = [0, 1, 5, 5, 9, 2, 1, 7]
+    engine = Engine(model, own_draft(), max_length=60, batch=3)
+    engine.generate(questions, max_new_tokens=limits, draft_tokens=2, done=told.append)
+    assert sum(told) == len(questions)
+    assert len(told) > 3
+    assert min(told) > 0
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize(("length", "chunk", "carry"), [(5, 2, False), (5, 2, True), (4, 1, True), (3, 5, False), (16, 3, True)])
 def test_chunks(batch: int, length: int, chunk: int, carry: bool) -> None:
