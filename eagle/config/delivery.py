@@ -53,6 +53,9 @@ class ServeConfig(Section):
         "pid", description="draft length: the controller, vLLM's own table of measured lengths by batch size, or one length"
     )
     max_draft_tokens: Annotated[int, Field(ge=1, le=16)] = Field(5, description="largest draft length of the controller")
+    draft_sampling: Literal["greedy", "probabilistic"] = Field(
+        "greedy", description="how the draft picks tokens for requests that sample; probabilistic: more accepted, seeds do not hold"
+    )
     stop_timeout_s: Annotated[float, Field(ge=0.0, le=3600.0)] = Field(10.0, description="seconds before vLLM is killed at the end")
 
 

@@ -21,6 +21,7 @@ from eagle.progress import say
 from eagle.serve.checks import check_fit, require_free_port, require_version
 from eagle.serve.command import server_command
 from eagle.serve.plan import Speculation, plan_speculation
+from eagle.serve.plugin import mend
 from eagle.serve.plugin.settings import VARIABLE
 from eagle.serve.supervise import Server, running
 from eagle.target.load import ensure_target, load_tokenizer, target_dims
@@ -84,8 +85,10 @@ def command_of(wanted: Wanted, private: Path, python_path: str = "") -> list[str
     if wanted.build.cpu and "GOMP_SPINCOUNT" not in os.environ:
         variables["GOMP_SPINCOUNT"] = SPIN_COUNT
     options = ["--served-model-name", wanted.name, *_whole_prompts(wanted)]
+    if _has_library(wanted):
+        variables |= _stage(private, python_path)
     if speculation.scheduler is not None and speculation.settings is not None:
-        variables |= _stage(private, speculation.settings.model_dump(mode="json"), python_path)
+        variables |= _controller(private, speculation.settings.model_dump(mode="json"))
         options += ["--scheduler-cls", speculation.scheduler]
     return server_command(
         wanted.target, wanted.interpreter, config, speculation.config, cpu=wanted.build.cpu,
@@ -101,28 +104,44 @@ def _whole_prompts(wanted: Wanted) -> list[str]:
     return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(4096, longest))]
 
 
-def _stage(private: Path, settings: Mapping[str, object], python_path: str) -> dict[str, str]:
-    """Lay out the controller for vLLM's interpreter and return the environment that leads there.
+def _has_library(wanted: Wanted) -> bool:
+    """Whether vLLM must find this package: for the controller, and on CPU for what is mended in vLLM's sampling of drafts."""
+    speculation = wanted.speculation
+    return speculation.scheduler is not None or (speculation.config is not None and wanted.build.cpu)
 
-    Only this package is put on its path, not the folder that holds it: what else lies there is not meant for vLLM.
+
+def _stage(private: Path, python_path: str) -> dict[str, str]:
+    """Lay out this package as a plugin for vLLM's interpreter and return the environment that leads there.
+
+    Only the package is put on its path, not the folder that holds it: what else lies there is not meant for vLLM.
     """
-    library, metrics, file = private / "lib", private / "metrics", private / "pid.json"
-    library.mkdir(parents=True, exist_ok=True)
-    metrics.mkdir(exist_ok=True)
+    library = private / "lib"
+    about = library / "eagle_serve-1.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    manifest.write_text(about / "METADATA", "Metadata-Version: 2.1\nName: eagle-serve\nVersion: 1\n")
+    manifest.write_text(about / "entry_points.txt", mend.ENTRY_POINT)
     link = library / "eagle"
     link.unlink(missing_ok=True)
     link.symlink_to(Path(eagle.__file__).resolve().parent, target_is_directory=True)
+    variables = {"PYTHONPATH": os.pathsep.join(part for part in (str(library), python_path) if part)}
+    if os.environ.get("VLLM_PLUGINS") is not None:  # a list of those that may be loaded
+        variables["VLLM_PLUGINS"] = ",".join(filter(None, (os.environ["VLLM_PLUGINS"], mend.NAME)))
+    return variables
+
+
+def _controller(private: Path, settings: Mapping[str, object]) -> dict[str, str]:
+    """Write the controller's settings, make the folder of its metrics, and return the environment that names both."""
+    metrics, file = private / "metrics", private / "pid.json"
+    metrics.mkdir(exist_ok=True)
     manifest.write_json(file, settings)
-    path = os.pathsep.join(part for part in (str(library), python_path) if part)
-    return {"PYTHONPATH": path, VARIABLE: str(file), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+    return {VARIABLE: str(file), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
 
 
 def print_command(wanted: Wanted) -> str:
     """Return the command as a line for a shell. What it refers to is kept in a new folder below `paths.state`/serve."""
     state = (wanted.root / wanted.config.paths.state / "serve").resolve()
     state.mkdir(parents=True, exist_ok=True)
-    keep = wanted.speculation.scheduler is not None
-    private = Path(tempfile.mkdtemp(prefix="printed-", dir=state)) if keep else state
+    private = Path(tempfile.mkdtemp(prefix="printed-", dir=state)) if _has_library(wanted) else state
     return shlex.join(command_of(wanted, private))
 
 

@@ -41,7 +41,7 @@ def plan_speculation(
     controller is only used with versions it was run with; else vLLM gets the measured schedule, or the fixed length.
     """
     if draft_tokens is not None:
-        return _fixed(bundle, draft_tokens, ()) if draft_tokens else Speculation("off", None)
+        return _fixed(bundle, draft_tokens, config, ()) if draft_tokens else Speculation("off", None)
     if record.off:
         note = "speculation was measured and is slower at every batch size: served without it (--draft-tokens 3 insists)"
         return Speculation("off", None, notes=(note,))
@@ -64,9 +64,9 @@ def controlled(
         return _pid(bundle, record, config, cpu)
     if control == "schedule":
         ranges = schedule(record.recommended)
-        base = speculative_config(bundle, max(row.draft_tokens for row in record.recommended))
+        base = _told(bundle, max(row.draft_tokens for row in record.recommended), config)
         return Speculation("schedule", {**base, "num_speculative_tokens_per_batch_size": ranges}, notes=notes)
-    return _fixed(bundle, _smallest_batch(record) or config.bundle.draft_tokens, notes)
+    return _fixed(bundle, _smallest_batch(record) or config.bundle.draft_tokens, config, notes)
 
 
 def schedule(recommended: Sequence[Recommended]) -> list[list[int]]:
@@ -82,8 +82,14 @@ def schedule(recommended: Sequence[Recommended]) -> list[list[int]]:
     return ranges
 
 
-def _fixed(bundle: Path, length: int, notes: tuple[str, ...]) -> Speculation:
-    return Speculation("fixed", speculative_config(bundle, length), notes=notes)
+def _fixed(bundle: Path, length: int, config: Config, notes: tuple[str, ...]) -> Speculation:
+    return Speculation("fixed", _told(bundle, length, config), notes=notes)
+
+
+def _told(bundle: Path, length: int, config: Config) -> dict[str, Any]:
+    """Return vLLM's speculative_config. What is its default is left out: an older vLLM refuses a key that it does not know."""
+    sampling = config.serve.draft_sampling
+    return {**speculative_config(bundle, length), **({} if sampling == "greedy" else {"draft_sample_method": sampling})}
 
 
 def _smallest_batch(record: BundleRecord) -> int:
@@ -95,5 +101,5 @@ def _pid(bundle: Path, record: BundleRecord, config: Config, cpu: bool) -> Specu
     settings = PidSettings(max_tokens=longest, control=config.control.model_dump(), costs=record.costs)
     # The schedule makes vLLM prepare for lengths that change (CUDA graphs); should the controller refuse, it is the fixed length.
     fallback = schedule(record.recommended) or [[1, config.vllm.max_num_seqs, min(config.bundle.draft_tokens, longest)]]
-    told = {**speculative_config(bundle, longest), "num_speculative_tokens_per_batch_size": fallback}
+    told = {**_told(bundle, longest, config), "num_speculative_tokens_per_batch_size": fallback}
     return Speculation("pid", told, f"{PLUGIN}.{'PidScheduler' if cpu else 'AsyncPidScheduler'}", settings)

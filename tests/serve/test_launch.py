@@ -165,7 +165,8 @@ def test_what_vllm_is_started_with(project: Path, serving: subprocess.Popen[str]
     assert (speculative["method"], speculative["model"]) == ("eagle3", str(made[1].resolve()))
     assert argv[argv.index("--scheduler-cls") + 1] == "eagle.serve.plugin.scheduler.PidScheduler"
     assert argv[argv.index("--host") + 1] == "127.0.0.1"
-    assert os.listdir(environment["PYTHONPATH"]) == ["eagle"]  # noqa: PTH208 -- nothing else of ours is on vLLM's path
+    on_path = {path.name for path in Path(environment["PYTHONPATH"]).iterdir()}
+    assert on_path == {"eagle", "eagle_serve-1.dist-info"}  # nothing else of ours is on vLLM's path
     assert json.loads(Path(environment["EAGLE_PID_SETTINGS"]).read_text())["max_tokens"] == 5
     assert Path(environment["PROMETHEUS_MULTIPROC_DIR"]).is_dir()
     assert (environment["HF_HUB_OFFLINE"], environment["VLLM_NO_USAGE_STATS"]) == ("1", "1")

@@ -52,6 +52,16 @@ def test_a_length_that_is_asked_for_is_served(record: BundleRecord) -> None:
     assert plan_speculation(BUNDLE, record, Config(), "0.32.0", cpu=True, draft_tokens=0).config is None
 
 
+@pytest.mark.parametrize("control", ["pid", "schedule", "fixed"])
+def test_drafts_may_be_sampled_whoever_sets_their_length(control: str) -> None:
+    config = Config(serve={"control": control, "draft_sampling": "probabilistic"})
+    found = plan_speculation(BUNDLE, MEASURED, config, "0.32.0", cpu=True)
+    assert found.config is not None
+    assert (found.control, found.config["draft_sample_method"]) == (control, "probabilistic")
+    asked = plan_speculation(BUNDLE, MEASURED, config, "0.32.0", cpu=True, draft_tokens=2)
+    assert asked.config == {"method": "eagle3", "model": "/b", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
+
+
 def test_fixed_takes_the_measured_length_of_the_smallest_batch_that_gains() -> None:
     config = Config(serve={"control": "fixed"})
     assert plan_speculation(BUNDLE, MEASURED, config, "0.32.0", cpu=True).config == {
