@@ -33,6 +33,7 @@ MODULES = (
     "benchmarks.robustness",
     "benchmarks.served",
     "benchmarks.serving",
+    "benchmarks.soak",
 )
 
 

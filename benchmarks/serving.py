@@ -40,6 +40,7 @@ def overhead(batch: int, longest: int, seed: int) -> list[float]:
     settings = PidSettings()
     controller, metrics = StepController(settings, longest), PidMetrics("benchmark", settings.flush_seconds, None)
     names = [f"chatcmpl-{i}" for i in range(batch)]
+    running = [SimpleNamespace(num_prompt_tokens=9, num_computed_tokens=9) for _ in names]
     index, planned, now, blocks = {name: i for i, name in enumerate(names)}, 0, 0.0, []
     for _ in range(BLOCKS):
         spent = 0.0
@@ -49,7 +50,7 @@ def overhead(batch: int, longest: int, seed: int) -> list[float]:
             output = SimpleNamespace(sampled_token_ids=[[0] * int(1 + count) for count in counts], req_id_to_index=index)
             now += STEP_SECONDS * (1.0 + 0.1 * planned)
             began = time.thread_time()
-            following = controller.next_length(batch)
+            following = controller.next_length(batch, sum(one.num_computed_tokens < one.num_prompt_tokens for one in running))
             spent += time.thread_time() - began
             scheduled = SimpleNamespace(
                 num_scheduled_tokens=dict.fromkeys(names, 1 + planned), total_num_scheduled_tokens=batch * (1 + planned),

@@ -16,7 +16,9 @@ from eagle.errors import ConfigError, closest
 REFERENCE = "continued"
 _STEPS = 200_000  # of the second phase: more than its minutes allow, so that they end it
 _NEVER = 10**9
-GREEDY = {"method": "exact", "temperatures": [{"temperature": 0.0, "weight": 1.0}]}
+_T0 = {"temperatures": [{"temperature": 0.0, "weight": 1.0}]}
+GREEDY = {"method": "exact", **_T0}
+ANSWERS = {"method": "exact", "path": "answers"}
 Changes = dict[str, dict[str, Any]]  # section -> key -> value
 
 
@@ -47,6 +49,11 @@ ARMS: dict[str, Arm] = {
         Arm(REFERENCE, "stage 1 continued for the same time", "distill"),
         Arm("exact", "stage 2, exact gradient", "policy", changes={"policy": {"method": "exact"}}),
         Arm("greedy", "stage 2, exact gradient along the greedy path only", "policy", changes={"policy": GREEDY}),
+        Arm("answers", "stage 2, exact gradient along the target's own answers", "policy", changes={"policy": ANSWERS}),
+        Arm(
+            "greedy-answers", "stage 2, exact gradient along the target's greedy answers only", "policy",
+            changes={"policy": {**ANSWERS, **_T0}},
+        ),
         Arm("group", "stage 2, group (REINFORCE)", "policy", changes={"policy": {"method": "group"}}),
         Arm("naive", "stage 2, naive accept-bit reward (ablation)", "policy", changes={"policy": {"method": "naive"}}),
         Arm("lk", "stage 1 continued with LK's hybrid loss", "distill", changes={"distill": {"objective": "lk_hybrid"}}),

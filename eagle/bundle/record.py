@@ -7,13 +7,15 @@ included) and by position, as the validation counted it.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from transformers import PreTrainedTokenizerBase
 
 from eagle import manifest
+from eagle.decode.cost import CostTable
 from eagle.errors import BundleError
 from eagle.target.identity import tokenizer_hash
 
@@ -39,6 +41,21 @@ class BundleRecord(BaseModel):
     recommended: tuple[Recommended, ...] = ()
     costs: dict[str, Any] | None = None
     acceptance: dict[str, Any] | None = None
+
+    @field_validator("recommended")
+    @classmethod
+    def _each_batch_once(cls, rows: tuple[Recommended, ...]) -> tuple[Recommended, ...]:
+        batches = [row.batch for row in rows]
+        if len(set(batches)) < len(batches):
+            raise ValueError("a batch size stands twice")
+        return rows
+
+    @field_validator("costs")
+    @classmethod
+    def _a_cost_table(cls, table: dict[str, Any] | None) -> dict[str, Any] | None:
+        if table is not None:
+            CostTable.from_json(json.dumps(table))
+        return table
 
     @property
     def off(self) -> bool:
@@ -76,6 +93,7 @@ def read_record(folder: Path) -> BundleRecord:
         return BundleRecord.model_validate(manifest.read_json(path))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise BundleError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; export the bundle again") from None
+        place = ".".join(map(str, first["loc"])) or "file"
+        raise BundleError(f"{path}: {place}: {first['msg']}; export the bundle again") from None
     except (OSError, ValueError) as error:
         raise BundleError(f"{path}: cannot be read ({error}); export the bundle again") from None

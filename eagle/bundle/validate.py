@@ -62,8 +62,7 @@ def check_bundle(folder: Path, target: Path | None = None) -> BundleReport:
     another shape or dtype or not finite, a vocabulary map that is not ascending or out of range, a stray weight file, or
     what vLLM cannot run as it was trained (`limits`).
     """
-    if not folder.is_dir():
-        raise BundleError(f"no folder {folder}; give the bundle folder, the one that holds config.json")
+    require_bundle(folder)
     spec = read_spec(folder)
     check_limits(spec)
     dtype = _check_config(folder, spec)
@@ -83,6 +82,17 @@ def check_bundle(folder: Path, target: Path | None = None) -> BundleReport:
     return BundleReport(folder, spec, dtype, len(headers), parameters, weights.stat().st_size, tuple(notes))
 
 
+def require_bundle(folder: Path) -> None:
+    """Raise BundleError when `folder` is none, or holds no config.json; it names the closest folder, or the bundle inside."""
+    what = "give the bundle folder, the one that holds config.json"
+    if not folder.is_dir():
+        near = closest(folder.name, sorted(p.name for p in folder.parent.iterdir() if p.is_dir())) if folder.parent.is_dir() else ""
+        raise BundleError(f"{folder} is a file; {what}" if folder.exists() else f"no folder {folder}{near}; {what}")
+    if not (folder / CONFIG).is_file():
+        inside = [folder / name for name in ("bundle/bundle", "bundle") if (folder / name / CONFIG).is_file()]
+        raise BundleError(f"{folder}: no {CONFIG}; {f'the bundle is {inside[0]}' if inside else what}")
+
+
 def _check_config(folder: Path, spec: DraftSpec) -> str:
     """Compare config.json key by key with what the spec that was read from it would be written as; return the dtype."""
     where = folder / CONFIG
@@ -91,14 +101,14 @@ def _check_config(folder: Path, spec: DraftSpec) -> str:
         if content.get(key) is not None:
             raise BundleError(f"{where}: key '{key}' is set; vLLM would obey it and the draft was not trained so")
     dtype = content.get("torch_dtype")
-    if dtype not in FLOATS:
+    if not isinstance(dtype, str) or dtype not in FLOATS:
         raise BundleError(f"{where}: torch_dtype is {dtype!r}; one of {', '.join(FLOATS)} is wanted")
     for key, wanted in spec.to_vllm_config(dtype).items():
         if key not in content:
             raise BundleError(f"{where}: no key '{key}'{closest(key, content)}; export the draft again")
         if content[key] != wanted:
             raise BundleError(f"{where}: {key} is {content[key]!r}, wanted {wanted!r}")
-    return str(dtype)
+    return dtype
 
 
 def _check_files(folder: Path) -> None:

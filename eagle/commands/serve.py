@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from eagle.commands.invocation import ProfileOption, SetOption, load
+from eagle.errors import ConfigError
 from eagle.progress import say
 
 
@@ -30,8 +31,12 @@ def serve(
     from eagle.serve.resolve import find_bundle
 
     config, root, _ = load(context, profile, [*(overrides or ()), *([f"serve.port={port}"] if port is not None else [])])
+    try:
+        more = tuple(shlex.split(vllm_args))
+    except ValueError as error:
+        raise ConfigError(f"--vllm-args: {vllm_args}: {str(error).lower()}; quote as in a shell") from None
     folder = find_bundle(bundle, champion, config, root)
-    wanted = launch.want(folder, config, root, draft_tokens=draft_tokens, more=tuple(shlex.split(vllm_args)))
+    wanted = launch.want(folder, config, root, draft_tokens=draft_tokens, more=more)
     for note in wanted.speculation.notes:
         say(f"serve: {note}")
     if only_print:

@@ -129,6 +129,11 @@ class PolicyConfig(Section):
         description="exact gradient; group = REINFORCE over sampled drafts; naive = accept bits taken as a given reward, which is "
         "biased at temperature > 0: for ablations only",
     )
+    path: Literal["drafts", "answers"] = Field(
+        "drafts",
+        description="exact: drafts = rounds along drafts sampled from q, judged by the target; answers = along the target's own "
+        "answers at temperatures 0 and 1, without the target",
+    )
     group_size: Annotated[int, Field(ge=1, le=64)] = Field(4, description="group, naive: sampled drafts per anchor")
     baseline: Literal["leave_one_out", "adjacent", "reference"] = Field(
         "leave_one_out", description="group, naive: other drafts of the anchor, the neighbouring anchors', or the stage-1 draft's"
@@ -164,6 +169,12 @@ class PolicyConfig(Section):
     def _sampled(self) -> PolicyConfig:
         if self.method == "exact" and self.updates > 1:
             raise ValueError(f"updates ({self.updates}) above 1 need method group or naive: the exact gradient holds for one only")
+        if self.path == "answers":
+            if self.method != "exact":
+                raise ValueError(f"path answers needs method exact, not {self.method}: no draft is sampled there")
+            other = [share.temperature for share in self.temperatures if share.temperature not in (0.0, 1.0)]
+            if other:
+                raise ValueError(f"path answers knows the target's probabilities at temperatures 0 and 1, not {other[0]:g}")
         if self.method != "exact" and self.baseline == "leave_one_out" and self.group_size < 2:
             raise ValueError("group_size 1 leaves no other draft for baseline leave_one_out; use adjacent, or 2 and more drafts")
         return self

@@ -18,6 +18,7 @@ from eagle.errors import BundleError, ConfigError, closest
 from eagle.target.load import TargetDims
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+MOST_LAYERS = 1024  # of a draft that is read: the names of a damaged file's layers would fill the memory
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Rotary embeddings that transformers and vLLM compute alike, with the keys each of them reads.
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -150,27 +151,29 @@ class DraftSpec:
         """Read a config.json as written by `to_vllm_config`. Raises BundleError naming the key that is missing or unusable."""
         _check_fixed(config)
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, dict):
+            raise BundleError(f"config.json: rope_scaling must be null or an object, got {rope!r}")
         rope = {"rope_type": "default", **rope}
-        eos = config.get("eos_token_id")
+        eos = _tokens(config, "eos_token_id")
         return cls(
             hidden_size=_int(config, "hidden_size"),
             target_hidden_size=_int(config, "target_hidden_size"),
             intermediate_size=_int(config, "intermediate_size"),
-            num_layers=_int(config, "num_hidden_layers"),
+            num_layers=_int(config, "num_hidden_layers", MOST_LAYERS),
             num_heads=_int(config, "num_attention_heads"),
             num_kv_heads=_int(config, "num_key_value_heads"),
             head_dim=_int(config, "head_dim"),
             vocab_size=_int(config, "vocab_size"),
             draft_vocab_size=_int(config, "draft_vocab_size"),
             aux_layers=_aux_layers(config),
-            rms_norm_eps=float(_get(config, "rms_norm_eps")),
-            rope_parameters={**rope, "rope_theta": float(rope.get("rope_theta") or _get(config, "rope_theta"))},
+            rms_norm_eps=_float(config, "rms_norm_eps"),
+            rope_parameters={**rope, "rope_theta": _float(rope if rope.get("rope_theta") else config, "rope_theta")},
             max_position_embeddings=_int(config, "max_position_embeddings"),
             fc_norm=_bool(config, "fc_norm"),
             norm_output=_bool(config, "norm_output"),
             norm_before_residual=_bool(config, "norm_before_residual"),
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_id=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            bos_token_id=next(iter(_tokens(config, "bos_token_id")), None),
+            eos_token_id=eos,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -238,11 +241,27 @@ def _get(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
-def _int(config: Mapping[str, Any], key: str) -> int:
+def _int(config: Mapping[str, Any], key: str, most: int = 2**31 - 1) -> int:
     value = _get(config, key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BundleError(f"config.json: {key} must be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise BundleError(f"config.json: {key} must be a positive integer, at most {most}, got {value!r}")
     return value
+
+
+def _float(config: Mapping[str, Any], key: str) -> float:
+    value = _get(config, key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < 1e38:
+        raise BundleError(f"config.json: {key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _tokens(config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Return the ids under a key that holds none, one or several."""
+    value = config.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise BundleError(f"config.json: {key} must be a token id or a list of them, got {value!r}")
+    return tuple(ids)
 
 
 def _bool(config: Mapping[str, Any], key: str) -> bool:

@@ -23,6 +23,7 @@ from mlflow.artifacts import download_artifacts
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
 from eagle import manifest
 from eagle.config import Config
@@ -74,7 +75,7 @@ def open_store(config: Config, root: Path) -> Store:
             experiment_id = _experiment(client, config.register_.experiment, artifacts)
     except Timeout:
         raise BusyError(f"registry: another process has been setting up {state} for {LOCK_SECONDS:.0f} s; stop it") from None
-    except (MlflowException, OSError) as error:
+    except (MlflowException, SQLAlchemyError, OSError) as error:
         raise PreflightError(f"register.tracking_uri: cannot use {uri}: {_first_line(error)}") from error
     return Store(client, uri, experiment_id, state / "registry.lock")
 
@@ -258,6 +259,11 @@ def create_version(store: Store, model: str, source: str, run_id: str, tags: dic
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     return str(store.client.create_model_version(model, source, run_id, tags=tags).version)
+
+
+def model_names(store: Store) -> list[str]:
+    """Return the names of the registered models, at most 100, in order."""
+    return sorted(model.name for model in store.client.search_registered_models(max_results=100))
 
 
 def by_alias(store: Store, model: str, alias: str) -> ModelVersion | None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from mlflow.entities.model_registry import ModelVersion
 
 from eagle.config import Config
-from eagle.errors import ConfigError
+from eagle.errors import ConfigError, closest
 from eagle.registry import lineage
-from eagle.registry.client import Store, by_alias, open_store
+from eagle.registry.client import Store, by_alias, model_names, open_store
 from eagle.registry.promote import CHAMPION, get_version
 from eagle.registry.pull import pull
 
-_ADDRESS = re.compile(r"models:/(?P<model>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>\d+))")
+_ADDRESS = re.compile(r"models:/(?P<model>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<version>[0-9]{1,9}))")
 
 
 def model_hash(uri: str, config: Config, root: Path) -> str:
@@ -72,8 +72,20 @@ def find_version(uri: str, store: Store) -> ModelVersion:
         return get_version(store, parts["model"], parts["version"])
     found = by_alias(store, parts["model"], parts["alias"])
     if found is None:
-        raise ConfigError(f"registry: nothing at {uri}: no such model, or no version has that alias; see: eagle registry history")
+        raise ConfigError(f"registry: nothing at {uri}: {_missing(store, parts['model'], parts['alias'])}")
     return found
+
+
+def _missing(store: Store, model: str, alias: str) -> str:
+    """Say what is not there, and what is."""
+    known = model_names(store)
+    if model not in known:
+        there = f"models here: {', '.join(known)}" if known else "the registry is empty: make run registers a draft"
+        return f"no model '{model}'{closest(model, known)}; {there}"
+    aliases = sorted(store.client.get_registered_model(model).aliases)
+    there = f"aliases: {', '.join(aliases)}" if aliases else "no version has one"
+    make = "; to make one: eagle registry promote VERSION --why '...'" if alias == CHAMPION else ""
+    return f"'{model}' has no alias '{alias}'{closest(alias, aliases)}; {there}{make}"
 
 
 def _recorded(uri: str, version: ModelVersion) -> str:

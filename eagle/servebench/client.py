@@ -103,7 +103,7 @@ async def _ask(
                 said = (await answer.aread()).decode("utf-8", "replace")[:300]
                 raise StepFailed(f"bench: {where.url} answers {answer.status_code}: {said}")
             async for line in answer.aiter_lines():
-                new = _token_ids(line, where.url)
+                new = token_ids(line, where.url)
                 if new and not tokens:
                     first = time.perf_counter()
                 tokens += new
@@ -114,7 +114,7 @@ async def _ask(
     return Answered(RequestTimes(arrived, first, time.perf_counter(), len(tokens)), tuple(tokens))
 
 
-def _token_ids(line: str, url: str) -> list[int]:
+def token_ids(line: str, url: str) -> list[int]:
     """Return the new token ids of one line of the event stream; none for its other lines."""
     content = line.removeprefix("data:").strip()
     if not line.startswith("data:") or content == "[DONE]":

@@ -125,12 +125,14 @@ def collect(log: Path, out: Path, opt_out: OptOut, config: Config, now: float) -
     appear whole or not at all. Raises DataError for an unreadable log, or when no prompt is left, ConfigError when
     `out` is no place to write to.
     """
-    if not out.parent.is_dir() or (out.exists() and (out.is_dir() or out.samefile(log))):
-        raise ConfigError(f"traffic: cannot write {out}: give --out a file in a folder that is there, and not the log itself")
+    aside = out.with_name(f"{out.stem}.quarantine.jsonl")
+    for place in (out, aside):
+        if not place.parent.is_dir() or (place.exists() and (place.is_dir() or (log.exists() and place.samefile(log)))):
+            raise ConfigError(f"traffic: cannot write {place}: give --out a file in a folder that is there, and not the log itself")
     section, report = config.traffic, Report()
     sample = _Sample(SPARE * section.max_prompts, config.runtime.seed)
     oldest = now - section.retention_days * DAY if section.retention_days else None
-    with LeftOut(out.with_name(f"{out.stem}.quarantine.jsonl"), log.name) as left_out:
+    with LeftOut(aside, log.name) as left_out:
         for row, line in read_lines(log):
             report.rows += 1
             try:
@@ -144,7 +146,7 @@ def collect(log: Path, out: Path, opt_out: OptOut, config: Config, now: float) -
         prompts = _distinct(sample.prompts(), config, report)
         if not prompts:
             what = ", ".join(f"{name} {count}" for name, count in report.table()[:-1])
-            raise DataError(f"traffic: no prompt is left of {log} ({what}); nothing was written")
+            raise DataError(f"traffic: no prompt is left of {log} ({what}); nothing was written; a log has one JSON object a line")
         lines = (manifest.canonical({"kind": p.kind, "messages": p.messages}) + "\n" for p in prompts)
         manifest.write_text(out, "".join(lines))
     report.written = len(prompts)

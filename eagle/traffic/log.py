@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
+import shlex
 import tempfile
 import zlib
 from collections import Counter
@@ -28,6 +30,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
     try:
         size = path.stat().st_size
         with path.open("rb") as raw, _plain(raw, path) as stream, Track(f"traffic: {path.name}", size / _PIECE, "MiB") as track:
+            _require_text(cast(io.BufferedReader, stream).peek(4), path)
             row = told = 0
             while line := stream.readline(MAX_LINE_BYTES + 1):
                 row += 1
@@ -46,6 +49,15 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
     except OSError as error:
         near = closest(path.name, sorted(p.name for p in path.parent.glob("*.json*"))) if path.parent.is_dir() else ""
         raise DataError(f"traffic: cannot read {path}: {error.strerror}{near}") from None
+
+
+def _require_text(start: bytes, path: Path) -> None:
+    """Raise DataError for a file whose first bytes are another encoding's or a packed file's: no row of it could be read."""
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+        name = shlex.quote(str(path))
+        raise DataError(f"traffic: {path} is UTF-16 or UTF-32, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {name} > utf8.jsonl")
+    if start.startswith(b"\x1f\x8b"):
+        raise DataError(f"traffic: {path} is a gzip file under another name; give it a name that ends in .gz")
 
 
 def _plain(raw: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:

@@ -42,7 +42,7 @@ class LoggedRequest:
 def parse_line(line: bytes) -> LoggedRequest:
     """Return the request of a line. BadRow with the reason when it holds none that a prompt can be made of."""
     try:
-        content = json.loads(line)
+        content = json.loads(line.decode("utf-8"))  # of bytes it would guess UTF-16, line by line, and garble them
     except RecursionError:
         raise BadRow("invalid JSON: nested too deeply") from None
     except UnicodeDecodeError as error:

@@ -3,7 +3,8 @@
 One optimiser step: rows of one temperature, the rounds that serving would run in them (`rollout`), the objective on those
 rounds (`reward`), AdamW. Method exact: at temperature 0, J = sum_k prod_{i<=k} q_i(y_i) along the target's greedy path y
 (D-PACE with a = 0); above it the unbiased, Rao-Blackwellised gradient of E[L] along drafts sampled from q
-(`objectives.policy_terms`). Methods group and naive: sampled drafts and accept bits (`group`).
+(`objectives.policy_terms`). Methods group and naive: sampled drafts and accept bits (`group`). With `policy.path` answers the
+exact method looks at the target's own answers instead, and at the rounds that serving would need for them (`answers`).
 Supervised losses treat every position alike; this objective moves probability where it decides how long a round gets.
 
 The draft that is kept is the one with the best measured validation acceptance, the distilled draft included: stage 2
@@ -29,15 +30,16 @@ from eagle.errors import StepFailed
 from eagle.progress import Track, say
 from eagle.steps import StepContext
 from eagle.target.load import ensure_target, pick_device, setup_torch
+from eagle.train.answers import AnswerRollouts
 from eagle.train.checkpoint import load_checkpoint, save_checkpoint
 from eagle.train.distill import make_optimizer
 from eagle.train.features import ensure_features
-from eagle.train.reference import Reference
+from eagle.train.reference import KL_ROWS, Reference
 from eagle.train.reward import Objective, objective
 from eagle.train.rollout import Rounds
 from eagle.train.schedule import Pace, learning_rate
 from eagle.train.validate import Acceptance, heldout_rows, replay_acceptance
-from eagle.train.visits import MIN_ANSWER, Rollouts
+from eagle.train.visits import MIN_ANSWER, Rollouts, arithmetic
 
 
 @dataclass
@@ -73,9 +75,15 @@ class Stage:
         self.reference = Reference(self.model) if self.config.steps else None
         self.progress = self._resume()
         if self.config.steps:
-            self.rollouts = Rollouts(config, self.store, self.model, target, self.progress.before.length)
-            if self.rollouts.skipped:
-                say(f"policy: {self.rollouts.skipped} training rows with an answer below {MIN_ANSWER} tokens are skipped")
+            length = self.progress.before.length
+            if self.config.path == "answers":
+                self.answers: AnswerRollouts | None = AnswerRollouts(config, self.store, self.model, length)
+                self.skipped = self.answers.skipped
+            else:
+                self.answers, self.rollouts = None, Rollouts(config, self.store, self.model, target, length)
+                self.skipped = self.rollouts.skipped
+            if self.skipped:
+                say(f"policy: {self.skipped} training rows with an answer below {MIN_ANSWER} tokens are skipped")
 
     def _resume(self) -> Progress:
         stages = [DepthStage(depth=self.config.draft_tokens, steps=max(self.config.steps, 1))]
@@ -126,32 +134,52 @@ class Stage:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()
+        goal, norm, kl, temperature, rounds = self._drafts(step) if self.answers is None else self._answers(step, self.answers)
+        return {
+            "step": step + 1, "temperature": temperature, "rounds": rounds, "expected_accepted": goal.expected,
+            "accepted": goal.accepted, "reward": goal.reward, "kl_to_distilled": kl if math.isfinite(kl) else None,
+            "anchor_cross_entropy": goal.anchor, "anchor_weight": self.config.anchor_weight,
+            "gradient_norm": norm if math.isfinite(norm) else None, "learning_rate": rate, "acceptance_length": None,
+        }
+
+    def _drafts(self, step: int) -> tuple[Objective, float, float, float, int]:
+        """Update along the draft's own rollouts; return (objective, gradient norm, KL, temperature, rounds)."""
         rounds, generator = self.rollouts.at(step)
         kl, alphas = self._compare(rounds)
         goal: Objective | None = None
         for update in range(self.config.updates):
             rounds = self.rollouts.again(rounds) if update else rounds
             goal = objective(rounds, self.config, generator, goal.judged if goal else None, alphas)
-            self.optimizer.zero_grad(set_to_none=True)
-            goal.loss.backward()
-            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
+            norm = self._update(goal, rounds.temperature)
             if not math.isfinite(norm):
-                self.progress.ended = f"the gradient is not finite (temperature {rounds.temperature:g})"
                 break
-            self.optimizer.step()
         assert goal is not None  # noqa: S101  (there is at least one update)
-        return {
-            "step": step + 1, "temperature": rounds.temperature, "rounds": len(rounds.token), "expected_accepted": goal.expected,
-            "accepted": goal.accepted, "reward": goal.reward, "kl_to_distilled": kl if math.isfinite(kl) else None,
-            "anchor_cross_entropy": goal.anchor, "anchor_weight": self.config.anchor_weight,
-            "gradient_norm": norm if math.isfinite(norm) else None, "learning_rate": rate, "acceptance_length": None,
-        }
+        return goal, norm, kl, rounds.temperature, len(rounds.token)
+
+    def _answers(self, step: int, source: AnswerRollouts) -> tuple[Objective, float, float, float, int]:
+        """Update along the target's own answers; returns what `_drafts` returns."""
+        answers, generator = source.at(step)
+        with arithmetic(self.device, self.context.config.distill.autocast):
+            kl, _ = self._compare(answers.some_rounds(KL_ROWS, self.config.draft_tokens, source.ends))
+        goal = source.objective(answers, generator)
+        return goal, self._update(goal, answers.temperature), kl, answers.temperature, len(answers.anchors()[0])
+
+    def _update(self, goal: Objective, temperature: float) -> float:
+        """Take one optimiser step; return the gradient's norm. One that is not finite ends the stage, without a step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        goal.loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        else:
+            self.progress.ended = f"the gradient is not finite (temperature {temperature:g})"
+        return norm
 
     def _compare(self, rounds: Rounds) -> tuple[float, Tensor | None]:
         """Return (KL to the distilled draft before the update; its alphas along the rounds, where they are the baseline)."""
         assert self.reference is not None  # noqa: S101  (made for any number of steps)
         wanted = self.config.method != "exact" and self.config.baseline == "reference"
-        with self.rollouts.arithmetic():
+        with arithmetic(self.device, self.context.config.distill.autocast):
             return self.reference.kl(rounds), self.reference.alphas(rounds) if wanted else None
 
     def _evaluate(self, record: dict[str, Any]) -> None:
@@ -193,7 +221,7 @@ class Stage:
             "acceptance_length": now.best.length, "acceptance_length_before": now.before.length,
             "acceptance_by_position": list(now.best.by_position), "kept": "policy" if now.best_step else "distilled",
             "steps": now.pace.step, "best_step": now.best_step, "rows_dropped": self.store.dropped,
-            "rows_skipped": self.rollouts.skipped if self.config.steps else 0,
+            "rows_skipped": self.skipped if self.config.steps else 0,
         }
 
 

@@ -37,6 +37,11 @@ def temperature_schedule(shares: Sequence[TemperatureShare], steps: int) -> list
     return schedule
 
 
+def arithmetic(device: torch.device | str, autocast: bool) -> AbstractContextManager[Any]:
+    """Return the context of a draft's matrix products (bf16 where configured)."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast)
+
+
 class RowOrder:
     """Which rows are visited when: every epoch each row once, in batches of `size` rows of similar length."""
 
@@ -84,8 +89,8 @@ class Rollouts:
             self._verifier = TreeVerifier(target, model.draft_ids())
 
     def arithmetic(self) -> AbstractContextManager[Any]:
-        """Return the context of the draft's matrix products (bf16 where configured)."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
+        """Return the context of the draft's matrix products."""
+        return arithmetic(self.device, self._autocast)
 
     def at(self, step: int) -> tuple[Rounds, torch.Generator]:
         """Run the rollouts of `step` with the model as it is. Returns the rounds, with gradient, and the step's generator."""

@@ -8,7 +8,6 @@ requests that ended. They grow from the server's start on and begin at zero when
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -25,6 +24,7 @@ DRAFTS, DRAFT_TOKENS, ACCEPTED, BY_POSITION = (
 )
 FINISHED = "vllm:request_success"
 MAX_BYTES = 64 << 20
+MOST, MOST_POSITIONS = 2.0**53, 256  # beyond: counters of something else
 
 
 class Unreachable(EagleError):
@@ -112,11 +112,14 @@ def _by_engine(samples: Iterable[Sample]) -> dict[str, EngineCounters]:
     values: dict[str, dict[str, float]] = defaultdict(dict)
     positions: dict[str, dict[int, int]] = defaultdict(dict)
     for sample in samples:
-        if not math.isfinite(sample.value):
+        if not 0.0 <= sample.value <= MOST:  # NaN is not, either
             raise ValueError(f"{sample.name} is {sample.value}")
         engine = f"{sample.labels.get('model_name', '')}/{sample.labels.get('engine', '0')}"
         if sample.name == f"{BY_POSITION}_total":
-            positions[engine][int(sample.labels["position"])] = int(sample.value)
+            at = int(sample.labels["position"])
+            if not 0 <= at < MOST_POSITIONS:
+                raise ValueError(f"{sample.name} has position {at}")
+            positions[engine][at] = int(sample.value)
         elif sample.name == f"{FINISHED}_total":
             values[engine][sample.name] = values[engine].get(sample.name, 0.0) + sample.value
         else:

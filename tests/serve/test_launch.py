@@ -204,6 +204,17 @@ def test_print_starts_nothing_and_prints_what_would_run(project: Path, made: tup
     assert Path(environment["EAGLE_PID_SETTINGS"]).is_file()
 
 
+def test_arguments_for_vllm_that_no_shell_would_take_are_one_line(project: Path, made: tuple[Path, Path]) -> None:
+    code, out, err = ended(start(project, str(made[1]), "--print", "--vllm-args", "--foo 'x"))
+    assert (code, out, err) == (2, "", "error: --vllm-args: --foo 'x: no closing quotation; quote as in a shell\n")
+
+
+def test_the_champion_of_an_empty_registry_is_one_line(project: Path) -> None:
+    code, out, err = ended(start(project, "--champion"))
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].endswith("no model 'eagle31-target'; the registry is empty: make run registers a draft")
+
+
 @pytest.mark.parametrize(
     ("given", "champion", "word"),
     [(None, False, "give one of"), ("somewhere", True, "give one of"), ("models:/x", False, "no address of a registered model")],
@@ -246,6 +257,13 @@ def test_a_damaged_record_is_one_line(made: tuple[Path, Path], tmp_path: Path) -
     (tmp_path / "serving.json").write_text('{"recommended": [{"batch": 0, "draft_tokens": 1}]}')
     with pytest.raises(BundleError, match=r"recommended\.0\.batch"):
         read_record(tmp_path)
+    for text, place in (
+        ('{"costs": {"version": 99}}', "costs"), ("[]", "file"),
+        ('{"recommended": [{"batch": 1, "draft_tokens": 2}, {"batch": 1, "draft_tokens": 3}]}', "recommended"),
+    ):  # fmt: skip
+        (tmp_path / "serving.json").write_text(text)
+        with pytest.raises(BundleError, match=f"serving.json: {place}: .*export the bundle again"):
+            read_record(tmp_path)
     (tmp_path / "serving.json").write_text("{")
     with pytest.raises(BundleError, match="cannot be read"):
         read_record(tmp_path)

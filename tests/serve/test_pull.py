@@ -76,14 +76,17 @@ def test_files_that_were_altered_in_the_store_are_refused_and_not_kept(store: St
     ("address", "word"),
     [
         ("models:/nothing@champion", "nothing at models:/nothing@champion"),
-        (f"models:/{MODEL}@nobody", "no version has that alias"),
+        (f"models:/{MODEL}x@champion", f"(closest: '{MODEL}'); models here: {MODEL}"),
+        (f"models:/{MODEL}@nobody", "has no alias 'nobody'; aliases: champion"),
+        (f"models:/{MODEL}@champions", "(closest: 'champion')"),
         (f"models:/{MODEL}/999", "no version '999'"),
+        ("models:/x/99999999999999999999999", "no address"),
         ("models:/x/y/z", "no address"),
         ("models:/x@", "no address"),
     ],
 )
 def test_an_address_that_names_nothing_is_one_line(store: Store, tmp_path: Path, address: str, word: str) -> None:
-    register(store, tmp_path / "b", "{}")
+    set_alias(store, MODEL, "champion", register(store, tmp_path / "b", "{}"))
     with pytest.raises(ConfigError) as raised:
         cached(store, address, tmp_path / "cache")
     assert word in str(raised.value)

@@ -47,8 +47,13 @@ class Base:
         self.num_spec_tokens = drafts
         self.dynamic_sd_lookup: Any = [drafts] * 100
         self.parallel_config = SimpleNamespace(data_parallel_size=self.ranks)
-        self.requests = {f"r{i}": SimpleNamespace(spec_token_ids=[]) for i in range(requests)}
+        past_prompt = {"num_prompt_tokens": 9, "num_computed_tokens": 9}
+        self.requests = {f"r{i}": SimpleNamespace(spec_token_ids=[], **past_prompt) for i in range(requests)}
         self.updates = 0
+
+    @property
+    def running(self) -> list[Any]:
+        return list(self.requests.values())
 
     def schedule(self) -> Output:
         drafts = {name: list(r.spec_token_ids) for name, r in self.requests.items() if r.spec_token_ids}
@@ -141,6 +146,17 @@ def test_a_probe_of_many_requests_drafts_for_a_few(plugin: Any) -> None:
     assert seen == {0, 4, 20}  # off, a probe, a trial at full width
 
 
+def test_a_step_that_takes_a_prompt_in_drafts_one_token(plugin: Any) -> None:
+    scheduler = plugin.PidScheduler(2, 3)
+    assert [step(scheduler, 3) for _ in range(80)][-1] == 3
+    for computed, length in ((0, 1), (5, 1), (9, 3)):  # a whole prompt, the rest of one, none
+        scheduler.requests["r1"].num_computed_tokens = computed
+        assert scheduler.schedule().num_spec_tokens_to_schedule == length
+    del scheduler.requests["r1"].num_computed_tokens  # as if another vLLM's
+    assert scheduler.schedule().num_spec_tokens_to_schedule == 3
+    assert "num_computed_tokens" in Logger.lines[-1]
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [({"version": "0.99.1"}, "0.99.1"), ({"drafts": 0}, "speculative_config"), ({"ranks": 2}, "data-parallel")],
@@ -200,10 +216,14 @@ import dataclasses, inspect
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 from eagle.serve.plugin.scheduler import AsyncPidScheduler, PidScheduler
 assert issubclass(PidScheduler, Scheduler) and issubclass(AsyncPidScheduler, AsyncScheduler)
 source = inspect.getsource(Scheduler.schedule)
 assert "self.dynamic_sd_lookup[" in source and "len(num_scheduled_tokens)" in source
+before = source.partition("self.dynamic_sd_lookup[")[0]
+assert "self.running.append(request)" in before and "request.num_computed_tokens = num_computed_tokens" in before
+assert "_update_after_schedule" not in before and "self.num_prompt_tokens = " in inspect.getsource(Request)
 fields = {field.name for field in dataclasses.fields(SchedulerOutput)}
 assert {"num_spec_tokens_to_schedule", "scheduled_spec_decode_tokens", "num_invalid_spec_tokens", "scheduled_new_reqs"} <= fields
 for name in ("update_from_output", "update_draft_token_ids", "has_unfinished_requests"):

@@ -100,6 +100,56 @@ def test_each_length_is_tried_when_a_batch_size_is_new_and_only_then() -> None:
     assert sum(count for (mode, _), count in controller.state.rounds.items() if mode == "trial") == before
 
 
+def test_a_prompt_among_few_requests_is_drafted_for_by_one_token_at_most() -> None:
+    controller = StepController(PidSettings(), 5)
+    cycle(controller, 8, 100, lambda _: 5, cheap)
+    planned = {prompts: controller.next_length(8, prompts) for prompts in (0, 1, 2, 8)}
+    assert planned == {0: 5, 1: 5, 2: 1, 8: 1}  # one first token does not hold seven others back
+    assert controller.state.rounds["intake", 1] == 2
+    unlimited = StepController(PidSettings(intake_length=16), 5)
+    cycle(unlimited, 8, 100, lambda _: 5, cheap)
+    assert unlimited.next_length(8, 8) == 5
+    rejected = StepController(PidSettings(), 5)
+    cycle(rejected, 1, 300, lambda _: 0, dear)
+    assert {rejected.next_length(1, 1) for _ in range(5)} <= {0, 1}
+
+
+def test_no_trial_is_spent_on_a_step_that_tells_no_cost() -> None:
+    controller = StepController(PidSettings(), 5)
+    for _ in range(200):
+        assert controller.next_length(1, 1) <= 1
+    assert not any(mode == "trial" for mode, _ in controller.state.rounds)
+    cycle(controller, 1, 60, lambda _: 5, cheap)
+    assert {length for mode, length in controller.state.rounds if mode == "trial"} == {0, 1, 3, 5}
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_the_first_round_after_a_change_of_length_is_no_cost(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM compiles for a new shape in it: a second that would make the length look dear until it is tried again."""
+    calls: list[int] = []  # judged, planned, judged, planned, ..
+
+    def cost(batch: int, length: int) -> float:
+        calls.append(length)
+        new_shape = len(calls) % 2 == 1 and len(calls) > 2 and calls[-3] != length
+        return cheap(batch, length) + (2.0 if new_shape else 0.0)
+
+    controller, taken = StepController(PidSettings(), 5), list[tuple[int, float]]()
+    add = controller.costs.add
+    monkeypatch.setattr(controller.costs, "add", lambda batch, *one: (taken.append(one), add(batch, *one)))
+    lengths, _ = cycle(controller, 1, 120, lambda _: 5, cost, lag=lag)
+    assert {length for length, _ in taken} == {0, 1, 3, 5}
+    assert all(seconds == pytest.approx(cheap(1, length)) for length, seconds in taken)
+    assert set(lengths[-40:]) == {5}
+
+
+def test_a_prompt_between_two_rounds_of_one_length_changes_no_length() -> None:
+    controller = StepController(PidSettings(), 3)
+    for now, steady, verified in ((1.0, (2, 3), 3), (2.0, None, 3), (3.0, (3, 3), 3), (4.0, None, None), (5.0, (3, 3), 3)):
+        controller.time(now, steady, verified)
+    assert controller.costs.measured(3) == {3: 1.0}
+    assert controller.costs.measured(2) == {}
+
+
 def test_cut_drafts_say_nothing_of_the_cut_positions() -> None:
     whole, cut = StepController(PidSettings(), 4), StepController(PidSettings(), 4)
     for _ in range(20):

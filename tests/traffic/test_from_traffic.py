@@ -88,7 +88,7 @@ class TestForms:
             (b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}', "not only text"),
             (b'{"body": "nonsense"}', "invalid JSON"), (b'{"body": {"body": {"body": {"body": {"prompt": "x"}}}}}', "no request"),
             (b"[" * 100_000, "invalid JSON"), (b'{"input": {"x": 1}}', "no request"),
-            (b'{"instructions": 1, "input": "x"}', "non-string"),
+            (b'{"instructions": 1, "input": "x"}', "non-string"), ('{"prompt": "x"}'.encode("utf-16-le"), "invalid JSON"),
         ],
     )  # fmt: skip
     def test_refused_with_a_reason(self, line: bytes, reason: str) -> None:
@@ -197,6 +197,30 @@ class TestCollect:
     def test_gzip_and_a_byte_order_mark(self, tmp_path: Path) -> None:
         rows, _ = run(tmp_path, ["\ufeff" + json.dumps(chat("Grüße aus Köln"))], name="log.jsonl.gz")
         assert texts(rows) == ["Grüße aus Köln"]
+
+    @pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le", "utf-16-be", "latin-1"])
+    def test_another_encoding_is_no_prompt_of_strange_letters(self, tmp_path: Path, encoding: str) -> None:
+        """Line by line, JSON's guess of the encoding would have made prompts of UTF-16 that nobody wrote."""
+        log, out = tmp_path / "log.jsonl", tmp_path / "out.jsonl"
+        letters = "Grüße" if encoding == "latin-1" else "Grüße 中文"
+        rows = "".join(json.dumps(chat(f"{letters} Nr. {i}"), ensure_ascii=False) + "\n" for i in range(4))
+        log.write_bytes(rows.encode(encoding))
+        with pytest.raises(DataError, match="iconv -f UTF-16" if encoding in ("utf-16", "utf-32") else "one JSON object a line"):
+            collect(log, out, OptOut(), Config(), NOW)
+        assert list(tmp_path.iterdir()) == [log]
+
+    def test_a_gzip_file_under_another_name(self, tmp_path: Path) -> None:
+        packed = write_log(tmp_path / "log.jsonl.gz", [chat("x")])
+        packed.rename(tmp_path / "log.jsonl")
+        with pytest.raises(DataError, match=r"a name that ends in \.gz"):
+            collect(tmp_path / "log.jsonl", tmp_path / "out.jsonl", OptOut(), Config(), NOW)
+
+    def test_the_log_is_not_replaced_by_its_own_quarantine(self, tmp_path: Path) -> None:
+        log = write_log(tmp_path / "out.quarantine.jsonl", [chat("Something to keep"), "bad"])
+        before = log.read_bytes()
+        with pytest.raises(ConfigError, match="not the log itself"):
+            collect(log, tmp_path / "out.jsonl", OptOut(), Config(), NOW)
+        assert log.read_bytes() == before
 
     @pytest.mark.parametrize("case", ["no log", "folder", "cut gzip", "nothing left", "no folder", "onto the log"])
     def test_nothing_half_written(self, tmp_path: Path, case: str) -> None:

@@ -189,7 +189,9 @@ class TestConfig:
             ("eagle_config", {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 2]}),
             ("num_aux_hidden_states", 2), ("norm_before_fc", True), ("attention_bias", True), ("hidden_act", "gelu"),
             ("hidden_size", "64"), ("fc_norm", None), ("torch_dtype", "int8"), ("draft_vocab_size", 0), ("logit_scale", 0.5),
-            ("quantization_config", {"bits": 4}), ("eagle_aux_hidden_state_layer_ids", [4, 2, 1]),
+            ("quantization_config", {"bits": 4}), ("eagle_aux_hidden_state_layer_ids", [4, 2, 1]), ("torch_dtype", []),
+            ("num_hidden_layers", 10**30), ("eos_token_id", 1.5), ("bos_token_id", "x"), ("rope_scaling", [1]),
+            ("rms_norm_eps", "x"), ("rms_norm_eps", float("inf")), ("rope_theta", {}), ("max_position_embeddings", 10**30),
         ],
     )  # fmt: skip
     def test_a_wrong_value_is_named(self, bundle: Path, keys: Callable[..., None], key: str, value: Any) -> None:
@@ -243,6 +245,19 @@ class TestFiles:
             check_bundle(bundle)
         with pytest.raises(BundleError, match="no folder"):
             check_bundle(tmp_path / "nowhere")
+        (tmp_path / "bundel").write_text("x")
+        with pytest.raises(BundleError, match="bundel is a file"):
+            check_bundle(tmp_path / "bundel")
+
+    def test_a_folder_that_is_nearly_it(self, bundle: Path, tmp_path: Path) -> None:
+        (tmp_path / "run" / "bundle").mkdir(parents=True)
+        bundle.rename(tmp_path / "run" / "bundle" / "bundle")
+        with pytest.raises(BundleError, match=r"no config\.json; the bundle is .*/run/bundle/bundle$"):
+            check_bundle(tmp_path / "run")
+        with pytest.raises(BundleError, match=r"no folder .*closest: 'run'"):
+            check_bundle(tmp_path / "runs")
+        with pytest.raises(BundleError, match=r"no config\.json; give the bundle folder"):
+            check_bundle(tmp_path)
 
     @pytest.mark.parametrize(
         ("change", "told"),

@@ -26,6 +26,7 @@ from benchmarks import (
     quality,
     robustness,
     serving,
+    soak,
     spine,
 )
 from benchmarks.decoding_enumeration import _deterministic, _masses
@@ -46,7 +47,7 @@ from tests.decode.test_compare import make_run
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 KEYS = {"id", "what", "value", "unit", "bound", "holds", "runs", "command", "machine", "versions", "commit", "date"}
-PARTS = (spine, quality, decoding, kernels, operations, robustness, serving)
+PARTS = (spine, quality, decoding, kernels, operations, robustness, serving, soak)
 ALL = tuple(figure for part in PARTS for figure in part.FIGURES)
 TINY = Effort(
     pairs=2, turn_prompts=1, new_tokens=8, batch_tokens=5, batches=(1, 3), equality_prompts=8, equality_tokens=6, option_prompts=4,

@@ -355,6 +355,8 @@ def test_a_store_that_cannot_be_used_is_said_at_once(root: Path) -> None:
         open_store(config_with(root, "paths.state=file/state"), root)
     with pytest.raises(PreflightError, match=r"register\.tracking_uri"):
         open_store(config_with(root, "register.tracking_uri=nonsense://x"), root)
+    with pytest.raises(PreflightError, match=r"register\.tracking_uri: .*not a database"):
+        open_store(config_with(root, "register.tracking_uri=sqlite:///file"), root)
     assert time.monotonic() - began < 60, "a store that cannot be used must not be waited for"
 
 

@@ -55,6 +55,20 @@ class TestScrape:
         with pytest.raises(NoCounters, match="NaN|nan"):
             parse('vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} NaN\n', "u")
 
+    @pytest.mark.parametrize(
+        ("line", "word"),
+        [
+            ('vllm:spec_decode_num_drafts_total{engine="0"} -5', "-5"),
+            ('vllm:spec_decode_num_drafts_total{engine="0"} 1e308', "1e"),
+            ('vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="-1"} 1', "position -1"),
+            ('vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1000000000"} 1', "position 1000000000"),
+        ],
+    )
+    def test_a_counter_that_cannot_be(self, line: str, word: str) -> None:
+        """A position of 10^9 once took all memory."""
+        with pytest.raises(NoCounters, match=word):
+            parse(f"{line}\n", "u")
+
     def test_unreachable_and_errors(self) -> None:
         with serving() as site:
             url = metrics_url(site.url)

@@ -24,6 +24,7 @@ from eagle.serve.plugin.stepper import StepController
 
 logger = init_logger("vllm.eagle_pid")  # below "vllm", or vLLM's logging would not show it
 METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+FAULTS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # the last but one: another vLLM's objects
 
 
 class LengthLookup:
@@ -63,7 +64,7 @@ class PidScheduling:
         began = thread_time()
         try:
             controller.learn(scheduler_output, model_runner_output, perf_counter())
-        except (ValueError, LookupError) as error:
+        except FAULTS as error:
             self._give_up(error)
         self._metrics.spent(thread_time() - began)
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -80,12 +81,16 @@ class PidScheduling:
     def _next_length(self, batch: int) -> int:
         began = thread_time()
         try:
-            length = self._controller.next_length(batch) if self._controller is not None else self.num_spec_tokens  # type: ignore[attr-defined]
-        except (ValueError, LookupError) as error:
+            length = self._controller.next_length(batch, self._prompts()) if self._controller is not None else self.num_spec_tokens  # type: ignore[attr-defined]
+        except FAULTS as error:
             self._give_up(error)
             length = self.num_spec_tokens  # type: ignore[attr-defined]
         self._metrics.spent(thread_time() - began)
         return length
+
+    def _prompts(self) -> int:
+        """How many requests of the step being scheduled bring a prompt, or a part of one: their counts have not moved on yet."""
+        return sum(request.num_computed_tokens < request.num_prompt_tokens for request in self.running)  # type: ignore[attr-defined]
 
     def _give_up(self, error: Exception) -> None:
         """A fault of the controller must not end a server: vLLM's own length from here on, and the log and a metric say so."""

@@ -19,6 +19,7 @@ TESTED = ("0.32",)  # vLLM versions (major.minor) in which the scheduler's hooks
 class PidSettings(BaseModel):
     """`max_tokens`: the largest draft length K (never more than the server's num_speculative_tokens).
 
+    `intake_length`: the largest K of a step that takes prompts in, whose first tokens wait for the drafts (16 = no limit).
     `control`: keys of `eagle.decode.control.ControlSettings`. `costs`: a `CostTable` as JSON object, believed until the
     server's own rounds have been timed. `versions`: vLLM versions (major.minor) in which the controller is used; in others
     vLLM's own draft length stays. `flush_seconds`: how often the metrics are written.
@@ -27,6 +28,7 @@ class PidSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     max_tokens: Annotated[int, Field(ge=1, le=16)] = 16
+    intake_length: Annotated[int, Field(ge=0, le=16)] = 1
     control: dict[str, float] = Field(default_factory=dict)
     costs: dict[str, Any] | None = None
     versions: tuple[str, ...] = TESTED

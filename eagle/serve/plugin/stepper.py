@@ -15,12 +15,13 @@ from eagle.decode.control import PidController, Plan, RoundRecord
 from eagle.serve.plugin.costs import LearntCosts
 from eagle.serve.plugin.settings import PidSettings
 
+INTAKE_SHARE = 0.25  # of a step's requests: where fewer of them bring a prompt, the others are not drafted less for its sake
 LAG = 3  # steps after which a probe that nobody answered (its requests have ended) is forgotten
 
 
 @dataclass
 class StepState:
-    """What the metrics show. `rounds` counts planned steps by (mode, draft length); mode: draft, off, probe or trial."""
+    """What the metrics show. `rounds` counts planned steps by (mode, draft length); mode: draft, off, probe, trial or intake."""
 
     batch: int = 0
     length: int = 0
@@ -39,10 +40,12 @@ class StepController:
         self.costs = LearntCosts(control.max_tokens, settings.cost_table())
         self.state = StepState()
         self._pid = PidController(self.costs, control)
+        self._intake = settings.intake_length
         self._probes: deque[int] = deque()  # steps in which a probe was planned whose outcome is not known yet
         self._step = 0
         self._rows = 0
         self._then: float | None = None
+        self._verified: int | None = None  # drafts that each decoding request verified in the step before
 
     @property
     def rows(self) -> int:
@@ -54,14 +57,21 @@ class StepController:
         """The present estimate of S_1 .. S_max."""
         return self._pid.survival
 
-    def next_length(self, batch: int) -> int:
-        """The draft length K of a step of `batch` requests. Raises ValueError for `batch` < 1."""
+    def next_length(self, batch: int, prompts: int = 0) -> int:
+        """The draft length K of a step of `batch` requests, of which `prompts` bring their prompt. ValueError for `batch` < 1.
+
+        A step's tokens come out when its drafts are made, so what is drafted behind a prompt delays the first token: at most
+        `intake_length`. Such a step tells no cost, so no trial is spent on it.
+        """
         self._step += 1
         while self._probes and self._step - self._probes[0] > LAG:
             self._probes.popleft()
-        trial = self.costs.trial(batch, self._pid.survival)
+        intake = prompts >= max(1.0, INTAKE_SHARE * batch)
+        trial = None if intake else self.costs.trial(batch, self._pid.survival)
         if trial is not None:
             plan, mode = Plan(trial), "trial"
+        elif intake and self._pid.plan(batch).length > self._intake:
+            plan, mode = Plan(self._intake), "intake"
         else:
             plan, mode = self._controlled(batch)
         self._rows = plan.rows
@@ -104,7 +114,7 @@ class StepController:
             and scheduled.total_num_scheduled_tokens == requests * (length + 1)
             and scheduled.num_spec_tokens_to_schedule == length
         )
-        self.time(now, (requests, length) if steady else None)
+        self.time(now, (requests, length) if steady else None, length if requests > new else None)
 
     def observe(self, batch: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Learn from a step of `batch` decoding requests: `accepted[i]` of `drafted[i]` drafts, for those that had any.
@@ -123,11 +133,17 @@ class StepController:
             self._pid.observe(batch, Plan(length), whole)
         self.state.record = self._pid.trace[-1]
 
-    def time(self, now: float, steady: tuple[int, int] | None) -> None:
-        """A step's output has come at `now` (seconds of any steady clock); `steady` = (batch, K) if its time tells a cost."""
-        if steady is not None and self._then is not None:
-            self.costs.add(*steady, now - self._then)
-        self._then = now
+    def time(self, now: float, steady: tuple[int, int] | None, verified: int | None = None) -> None:
+        """A step's output has come at `now` (seconds of any steady clock); `steady` = (batch, K) if its time tells a cost.
+
+        `verified`: drafts of each decoding request, None where there was none; K in a steady step. The first step after a
+        change of it is no cost: vLLM compiles for new shapes and fills caches in it.
+        """
+        if steady is not None:
+            verified = steady[1]
+            if self._then is not None and verified == self._verified:
+                self.costs.add(*steady, now - self._then)
+        self._then, self._verified = now, verified
 
     def pause(self) -> None:
         """No request is left: the time to the next output is no cost."""
