@@ -31,7 +31,7 @@ from eagle.bench.workload import Arm, Workload, is_adaptive, speed_arms, window_
 from eagle.config import Config, DType, Method
 from eagle.decode.control import ControlSettings
 from eagle.decode.replay import Round
-from eagle.errors import StepFailed
+from eagle.errors import PreflightError, StepFailed
 from eagle.progress import Track, say
 from eagle.target.layout import lay_out
 from eagle.target.load import load_target, pick_device, setup_torch, target_dims
@@ -126,12 +126,19 @@ def _phases(session: Session) -> str:
 
 
 def make_lab(session: Session, dtype: str, device: str, batch: int, compiled: bool) -> Lab:
-    """Load the target and return the lab of the session's methods."""
+    """Load the target and return the lab of the session's methods. Raises PreflightError when the KV memory cannot be had."""
     config = session.config
     model = lay_out(load_target(session.target, dtype, device, trust_remote_code=config.target.trust_remote_code))
     control = ControlSettings(**{**config.control.model_dump(), "max_tokens": config.bench.max_draft_tokens})
     room = session.work.longest + config.bench.max_new_tokens
-    return Lab(model, session.target, session.sources, config.bench, control, room=room, batch=batch, compiled=compiled)
+    try:
+        return Lab(model, session.target, session.sources, config.bench, control, room=room, batch=batch, compiled=compiled)
+    except RuntimeError as error:  # of the CPU's allocator there is no class of its own
+        if "allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise PreflightError(
+            f"bench.batch_sizes: no memory for {batch} requests of {room} tokens at once; lower the batch or bench.max_new_tokens"
+        ) from None
 
 
 def _timed(session: Session, lab: Lab) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """Random numbers of decoding: a pure function of seed, stream, request and position.
 
-A drawn token therefore does not depend on which other requests share the batch, on how many rounds were needed or
-on what was drafted before. SplitMix64 (Steele, Lea, Flood 2014) is used as the mixing function.
+Without speculation and with deterministic drafts, a drawn token therefore does not depend on which other requests share the
+batch, on how many rounds were needed or on what was drafted before. With drawn drafts it depends on where the request's rounds
+begin, because a token is a draft token in one place and the target's own in another: with a fixed K that is the request's own
+affair; a policy that chooses K for the whole batch changes the text, never its distribution. SplitMix64
+(Steele, Lea, Flood 2014) is used as the mixing function.
 
 Reusing a position's draft number in a later round is sound where a draft token that was thrown away unverified had no
 influence on what was accepted before it: rejection sampling, token by token. Block verification looks at the whole draft

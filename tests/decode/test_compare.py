@@ -256,6 +256,15 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert {path.name for path in tmp_path.iterdir()} == {"file", "out", "out.lock"}
 
 
+def test_a_batch_that_no_memory_holds(tmp_path: Path) -> None:
+    config, base = make_run(tmp_path, rivals=False)
+    values = config.model_dump(by_alias=True)
+    huge = Config.model_validate({**values, "bench": {**values["bench"], "methods": ["eagle31"], "batch_sizes": [10**9]}})
+    with pytest.raises(PreflightError, match=r"bench\.batch_sizes: no memory for 1000000000 requests"):
+        compare(huge, tmp_path, base, "prompts.jsonl", 2, None)
+    assert not [path for path in base.iterdir() if path.name.startswith((".", "bench")) and path.is_dir()]
+
+
 def test_prompts_leave_room_for_answers_in_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, base = make_run(tmp_path, rivals=False)
     about = tmp_path / "target" / "config.json"
