@@ -42,7 +42,7 @@ def test_altered_files_are_not_loaded(root: Path, tmp_path: Path) -> None:  # no
     ("uri", "words"),
     [
         ("models:/nobody@champion", "nothing at models:/nobody@champion"),
-        (f"models:/{MODEL}@champoin", "no version has that alias"),
+        (f"models:/{MODEL}@champoin", "has no alias 'champoin' (closest: 'champion')"),
         (f"models:/{MODEL}/7", "no version '7'"),
         (f"models:/{MODEL}", "is no address of a registered model"),
         (f"models:/{MODEL}/latest", "is no address of a registered model"),
