@@ -20,6 +20,7 @@ from eagle.decode.stats import Step
 from eagle.errors import ConfigError
 
 SAMPLES = 8
+ROOM = 64  # tokens behind the prompt that a batch has at least, or most of it would be spent on taking prompts in
 _TURNS = 50  # runs through the workload after which a length that never came up is given up
 
 
@@ -46,11 +47,12 @@ def cost_lengths(longest: int) -> list[int]:
 def measure_costs(engine: Engine, work: Workload, batch: int, longest: int) -> CostTable:
     """Return the median seconds of each draft length at `batch`, and at a quarter and a half of it.
 
-    Smaller batches are measured because a batch empties when its requests end. Raises ConfigError when the prompts and
-    the room for answers do not allow a single round of some length.
+    Smaller batches are measured because a batch empties when its requests end. Prompts that leave less than ROOM (or half
+    the engine's positions) are cut at their beginning. Raises ConfigError when no round of some length fits even so.
     """
     target: dict[tuple[int, int], float] = {}
     draft: dict[tuple[int, int], float] = {}
+    keep = engine.max_length - min(ROOM, engine.max_length // 2)
     for size in sorted({max(1, batch // 4), max(1, batch // 2), batch}):
         lengths = cost_lengths(longest)
         times: dict[int, list[Step]] = defaultdict(list)
@@ -58,7 +60,7 @@ def measure_costs(engine: Engine, work: Workload, batch: int, longest: int) -> C
         for turn in range(_TURNS):
             if all(len(times[length]) >= SAMPLES for length in lengths):
                 break
-            for step in _full_steps(engine, work.window(turn, size), size, turns):
+            for step in _full_steps(engine, [prompt[-keep:] for prompt in work.window(turn, size)], size, turns):
                 times[step.length].append(step)
         missing = [length for length in lengths if not times[length]]
         if missing:
