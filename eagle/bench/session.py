@@ -31,12 +31,13 @@ from eagle.bench.workload import Arm, Workload, is_adaptive, speed_arms, window_
 from eagle.config import Config, DType, Method
 from eagle.decode.control import ControlSettings
 from eagle.decode.replay import Round
-from eagle.errors import PreflightError, StepFailed
+from eagle.errors import ConfigError, PreflightError, StepFailed
 from eagle.progress import Track, say
 from eagle.target.layout import lay_out
 from eagle.target.load import load_target, pick_device, setup_torch, target_dims
 
 Traces = dict[int, list[Round]]
+FEWEST = 3  # new tokens of an answer in which anything is drafted: the first is the prompt's, one that lacks alone is not drafted
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,17 @@ def timed_dtype(config: Config, tuned: dict[str, Any]) -> str:
 
 
 def run_session(session: Session) -> tuple[dict[str, Any], Traces]:
-    """Measure; returns bench.json's content and the recorded traces."""
+    """Measure; returns bench.json's content and the recorded traces.
+
+    Raises ConfigError for answers so short that a method which chooses its draft length would never draft.
+    """
     config, bench, tuned, work = session.config, session.config.bench, session.tuned, session.work
+    adaptive = [method for method in session.methods if is_adaptive(method)]
+    if adaptive and bench.max_new_tokens < FEWEST:
+        raise ConfigError(
+            f"bench.max_new_tokens: {bench.max_new_tokens} leaves no round with a draft for {adaptive[0]}; "
+            f"raise it to {FEWEST} or more"
+        )
     device = pick_device(config.runtime.device)
     setup_torch(tuned["threads"] if device == "cpu" else config.runtime.threads, config.runtime.seed)
     dtype = timed_dtype(config, tuned)

@@ -137,11 +137,13 @@ def test_nothing_but_former_results_is_replaced(tmp_path: Path) -> None:
         with pytest.raises(StepFailed, match=r"tuned\.json"):
             compare(config, tmp_path, base, "prompts.jsonl", 2, tmp_path / "new")
     short = with_methods(Config.model_validate({**config.model_dump(by_alias=True)}), "eagle31-pid")
-    values = {**short.model_dump(by_alias=True), "bench": {**short.bench.model_dump(), "max_new_tokens": 1, "max_draft_tokens": 16}}
+    values = {**short.model_dump(by_alias=True), "bench": {**short.bench.model_dump(), "max_new_tokens": 2, "max_draft_tokens": 16}}
     (base / "tune" / "tuned.json").write_text('{"threads": 1, "dtype": "float32", "draft_step": "eager"}')
     with pytest.raises(ConfigError, match=r"bench\.max_new_tokens"):
         compare(Config.model_validate(values), tmp_path, base, "prompts.jsonl", 1, tmp_path / "new2")
     assert not (tmp_path / "new2").exists()
+    values["bench"]["max_new_tokens"] = 3
+    assert compare(Config.model_validate(values), tmp_path, base, "prompts.jsonl", 1, tmp_path / "new2").is_dir()
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
