@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from eagle.train.batches import Batch, collate
 from eagle.train.features import FeatureStore
 from eagle.train.reward import Objective
 from eagle.train.rollout import DraftPass, Rounds, Stretch
-from eagle.train.visits import MIN_ANSWER, RowOrder, arithmetic, temperature_schedule
+from eagle.train.visits import MIN_ANSWER, RowOrder, arithmetic, step_generator, temperature_schedule, usable_rows
 
 FLOOR = 0.25  # a round whose probability of coming this far is lower goes on with probability reach / FLOOR
 
@@ -90,9 +89,7 @@ class AnswerRollouts:
         self.seed, self.device = config.runtime.seed, model.lm_head.weight.device
         self._autocast = config.distill.autocast
         self.schedule = temperature_schedule(self.config.temperatures, self.config.steps)
-        train = store.select("train")
-        usable = [i for i in train if int(store.loss_mask(i).sum()) >= MIN_ANSWER]
-        self.skipped = len(train) - len(usable)
+        usable, self.skipped = usable_rows(store)
         self._orders = {t: self._order(usable, t) for t in sorted(set(self.schedule))}
         self.ends = torch.tensor(model.spec.eos_token_id, dtype=torch.long, device=self.device)
 
@@ -111,7 +108,7 @@ class AnswerRollouts:
         """Run the draft over the answers of `step`, with gradient. Returns them and the step's generator."""
         temperature = self.schedule[step]
         visit = sum(t == temperature for t in self.schedule[:step])
-        generator = torch.Generator().manual_seed(int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0]))
+        generator = step_generator(self.seed, step)
         batch = collate(self.store, self._orders[temperature].at(visit), str(self.device))
         n, k = self.config.anchors_per_sequence, self.config.draft_tokens
         stretch = rollout.draw_stretch(batch, n, k, self.mean_advance, generator)

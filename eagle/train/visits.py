@@ -42,6 +42,20 @@ def arithmetic(device: torch.device | str, autocast: bool) -> AbstractContextMan
     return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast)
 
 
+def usable_rows(store: FeatureStore) -> tuple[list[int], int]:
+    """Return (training rows with an answer of MIN_ANSWER tokens or more, how many others there are). DataError when none is."""
+    train = store.select("train")
+    usable = [i for i in train if int(store.loss_mask(i).sum()) >= MIN_ANSWER]
+    if not usable:
+        raise DataError(f"no training row has an answer of {MIN_ANSWER} tokens or more; generate more data (dataset step)")
+    return usable, len(train) - len(usable)
+
+
+def step_generator(seed: int, step: int) -> torch.Generator:
+    """Return the random stream of an optimiser step: a function of seed and step only."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence([seed, step]).generate_state(1)[0]))
+
+
 class RowOrder:
     """Which rows are visited when: every epoch each row once, in batches of `size` rows of similar length."""
 
@@ -68,11 +82,7 @@ class Rollouts:
         self.schedule = temperature_schedule(self.config.temperatures, self.config.steps)
         self._drafts = 1 if self.config.method == "exact" else self.config.group_size  # per anchor, at temperature > 0
         self._autocast = config.distill.autocast
-        train = store.select("train")
-        usable = [i for i in train if int(store.loss_mask(i).sum()) >= MIN_ANSWER]
-        self.skipped = len(train) - len(usable)
-        if not usable:
-            raise DataError(f"no training row has an answer of {MIN_ANSWER} tokens or more; generate more data (dataset step)")
+        usable, self.skipped = usable_rows(store)
         greedy = [i for i in usable if store.rows[i].temperature == 0]
         sampled = [i for i in usable if store.rows[i].temperature > 0]
         self._own_path = bool(greedy)  # temperature-0 rounds follow the rows themselves
@@ -98,7 +108,7 @@ class Rollouts:
         cold = temperature == 0
         n = self.config.anchors_per_sequence if cold else max(1, self.config.anchors_per_sequence // self._drafts)
         visit = sum((t == 0) == cold for t in self.schedule[:step])
-        generator = torch.Generator().manual_seed(int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0]))
+        generator = step_generator(self.seed, step)
         batch = collate(self.store, self._orders[cold].at(visit), str(self.device))
         stretch = rollout.draw_stretch(batch, n, k, self.mean_advance, generator)
         with self.arithmetic():

@@ -95,7 +95,7 @@ def source_of(stage: policy.Stage) -> AnswerRollouts:
     return stage.answers
 
 
-def tokens_a_round(stage: policy.Stage, temperature: float, seed: int = 0, **batch: Any) -> float:
+def tokens_a_round(stage: policy.Stage, temperature: float, seed: int = 0) -> float:
     with torch.no_grad():
         source = source_of(stage)
         found, _ = source.at(source.schedule.index(temperature))
