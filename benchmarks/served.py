@@ -1,8 +1,8 @@
 """Figures F5.1 to F5.5, F5.7, F5.8: speculation through vLLM's own server, by `eagle bench --engine vllm`'s measurement.
 
-The run is what `benchmarks/decoding_run.py` finds (FIGURES_RUN, FIGURES_PROFILE); its bundle is served. Three sessions, each made
+The run is what `benchmarks/decoding_run.py` finds (FIGURES_RUN, FIGURES_PROFILE); its bundle is served. Five sessions, each made
 when the first figure that reads it is asked for: the user's own kind of traffic (GSM8K's evaluation file) and MT-bench's first
-turns at concurrency 1, and the former at concurrency 1 to 32.
+turns at concurrency 1, both again in fp32 for their tokens, and the former at concurrency 1 to 32.
 """
 
 from __future__ import annotations
@@ -21,20 +21,26 @@ from eagle import manifest
 from eagle.servebench.session import bench_served
 
 ROUNDS, PROMPTS, TOKENS = 5, 20, 96
+EQUAL_ROUNDS = 2
 LEVELS, LEVEL_TOKENS = (1, 2, 4, 8, 16, 32), 48
 GAP = 1e-4  # a difference of the target's two highest logits that is rounding
-ALL, PAIR = "none,ngram,eagle31,eagle31-pid", "none,eagle31-pid"
+ALL, PAIR, EQUAL = "none,ngram,eagle31,eagle31-pid", "none,eagle31-pid", "none,eagle31,eagle31-pid"
 
 
 @cache
 def _session(name: str) -> tuple[dict[str, Any], str]:
-    """Measure one session; returns served.json and the run's profile."""
+    """Measure one session; returns served.json and the run's profile. Those whose tokens are compared are in fp32."""
     run = find_run()
-    path, methods, levels, tokens = {
-        "own": (GSM8K, ALL, [1], TOKENS), "mt": (MT_BENCH, ALL, [1], TOKENS), "levels": (GSM8K, PAIR, list(LEVELS), LEVEL_TOKENS),
-    }[name]  # fmt: skip
-    bench = run.config.bench.model_copy(update={"batch_sizes": levels, "rounds": ROUNDS, "max_new_tokens": tokens})
-    config = run.config.model_copy(update={"bench": bench})
+    path, methods, levels, tokens, rounds = {
+        "own": (GSM8K, ALL, [1], TOKENS, ROUNDS),
+        "mt": (MT_BENCH, ALL, [1], TOKENS, ROUNDS),
+        "levels": (GSM8K, PAIR, list(LEVELS), LEVEL_TOKENS, ROUNDS),
+        "own-equal": (GSM8K, EQUAL, [1], TOKENS, EQUAL_ROUNDS),
+        "mt-equal": (MT_BENCH, EQUAL, [1], TOKENS, EQUAL_ROUNDS),
+    }[name]
+    bench = run.config.bench.model_copy(update={"batch_sizes": levels, "rounds": rounds, "max_new_tokens": tokens})
+    target = run.config.target.model_copy(update={"dtype": "float32"}) if methods == EQUAL else run.config.target
+    config = run.config.model_copy(update={"bench": bench, "target": target})
     out = ROOT / "build" / "figures-served" / f"{run.profile}-{name}"
     done = bench_served(config, run.root, run.base, str(path), PROMPTS if name != "levels" else 2 * max(LEVELS), out, methods)
     return manifest.read_json(done / "served.json"), run.profile
@@ -85,7 +91,7 @@ def acceptance_gap() -> Measured:
 def equality() -> Measured:
     """Percent of greedy tokens that are as without speculation, both kinds of traffic; rounding counts as equal and is listed."""
     runs, wrong, total = [], 0, 0
-    for name, file in (("own", GSM8K), ("mt", MT_BENCH)):
+    for name, file in (("own-equal", GSM8K), ("mt-equal", MT_BENCH)):
         if file.is_file():
             equal = _session(name)[0]["equality"]
             total += equal["tokens"] * len(equal["equal"])

@@ -56,6 +56,8 @@ def bench(
         return
     if compare_with is not None:
         raise ConfigError("--compare: only the suite 'robustness' compares two runs' drafts; add --suite robustness")
+    if suite == "load" and engine == "reference" and methods is not None:
+        raise ConfigError("--methods: the suite 'load' compares none and eagle31-pid only; leave it out, or name another suite")
     levels = _sizes(batches if batches is not None else ("1,32" if engine == "reference" else "1,8,32"))
     said = [f"bench.batch_sizes={levels}", f"bench.rounds={rounds}", "bench.temperatures=[0.0]"]
     config, root, chosen = load(context, profile, [*said, *(overrides or ())])

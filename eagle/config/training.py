@@ -118,6 +118,10 @@ class DistillConfig(Section):
     eval_every: PositiveInt = Field(100, description="optimiser steps between validations")
     eval_sequences: PositiveInt = Field(64, description="held-out sequences per validation")
     eval_tokens: Annotated[int, Field(ge=1, le=16)] = Field(3, description="draft tokens K of the measured acceptance length")
+    patience: PositiveInt | None = Field(
+        4, description="validations in a row without a gain of flat_gain that end a stage; null = train to the end"
+    )
+    flat_gain: Annotated[float, Field(ge=0.0, le=1.0)] = Field(0.005, description="acceptance length that counts as a gain")
     checkpoint_every: PositiveInt = Field(50, description="optimiser steps between checkpoints")
 
 

@@ -239,10 +239,11 @@ class Trainer:
                 step = self.pace.step
                 if step % self.config.eval_every == 0 or self.pace.done:
                     note = self._timed(self._validate)
+                    self._end_flat_stage()
                 if step % self.config.checkpoint_every == 0 or step % self.config.eval_every == 0 or self.pace.done:
                     self._timed(self._checkpoint)
                 track.advance(1, note)
-        if self.pace.step < self.pace.total:
+        if self.pace.step < self.pace.total and self.pace.elapsed >= self.pace.budget:
             say(
                 f"{self.name}: the budget of {self.config.max_minutes:g} min ({self.budget_key}) was spent after "
                 f"{self.pace.step} of {self.pace.total} steps"
@@ -292,9 +293,14 @@ class Trainer:
         return f"depth {depth}  loss {value:.3f}  right {shown}  lr {rate:.1e}  {tokens / seconds:.0f} tok/s"
 
     def _record(self, loss: float, right: list[float], depth: int, rate: float) -> None:
+        self.state.window.append([loss, *right])
+        if len(self.state.window) >= LOG_EVERY or self.pace.done or self.pace.depth != depth:
+            self._flush(depth, rate)
+
+    def _flush(self, depth: int, rate: float) -> None:
+        """Write the steps since the last row of `curves`, all of one depth, as one row."""
         window = self.state.window
-        window.append([loss, *right])
-        if len(window) < LOG_EVERY and not self.pace.done and self.pace.depth == depth:
+        if not window:
             return
         mean = [round(sum(column) / len(window), 5) for column in zip(*window, strict=True)]
         at = {"step": self.pace.step, "depth": depth, "tokens": self.state.tokens, "learning_rate": rate}
@@ -316,6 +322,23 @@ class Trainer:
         best = self.state.best["acceptance_length"]
         say(f"{self.name}: step {step}: held-out acceptance length {found.length:.3f} ({positions}), best {best:.3f}")
         return ""
+
+    def _end_flat_stage(self) -> None:
+        """End the stage at hand when its last `patience` validations brought no gain over those before them in it."""
+        patience, pace = self.config.patience, self.pace
+        if patience is None or pace.done:
+            return
+        first = pace.step - pace.inside
+        lengths = [row["acceptance_length"] for row in self.state.curves if row["step"] > first and "acceptance_length" in row]
+        if len(lengths) <= patience or max(lengths[-patience:]) - max(lengths[:-patience]) >= self.config.flat_gain:
+            return
+        then = f"depth {pace.stages[pace.stage + 1].depth} begins" if pace.stage + 1 < len(pace.stages) else "training ends"
+        say(
+            f"{self.name}: step {pace.step}: acceptance length is flat ({patience} validations gained less than "
+            f"{self.config.flat_gain:g}; distill.patience), {then}"
+        )
+        self._flush(pace.depth, self.optimizer.param_groups[0]["lr"])
+        pace.end_stage()
 
     def _checkpoint(self) -> str:
         extra = {"pace": self.pace.as_json(), "state": asdict(self.state)}

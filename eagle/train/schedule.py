@@ -77,6 +77,11 @@ class Pace:
             self.stage, self.inside = self.stage + 1, 0
         self.reached = self.progress
 
+    def end_stage(self) -> None:
+        """Go on to the next stage now; there is none after the last one, which is the end."""
+        self.stage, self.inside = self.stage + 1, 0
+        self.reached = self.progress
+
     def other_work(self, seconds: float) -> None:
         """Count time that went into something else than a step."""
         self.elapsed += seconds

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from eagle.bundle.reference import Reference
+from eagle.bundle.reference import REFERENCE, Reference
 from eagle.config import WatchConfig
+from eagle.errors import BundleError
 from eagle.watch.counts import Counts, between
 from eagle.watch.detector import month_windows, threshold
 from eagle.watch.figures import expected, lower_bounds, observed
@@ -25,11 +26,18 @@ class Boundaries:
 
     @classmethod
     def of(cls, reference: Reference, config: WatchConfig) -> Boundaries:
-        """Return the boundaries of a bundle's reference."""
+        """Return the boundaries of a bundle's reference. BundleError when its lower bound is 0: no fall could ever be seen."""
         levels = 2
+        bounds = lower_bounds(reference, config.reference_confidence)
+        if bounds[0] <= 0.0:
+            share, count = reference.acceptance_by_position[0], sum(prompt.drafts > 0 for prompt in reference.prompts)
+            raise BundleError(
+                f"{REFERENCE}: no fall can be told from {count} prompt{'s' * (count != 1)} with first-position acceptance "
+                f"{share:.2f}: its lower bound is 0; pack with more: eagle step bundle --set bundle.prompts=32 --force"
+            )
         return cls(
             reference,
-            lower_bounds(reference, config.reference_confidence),
+            bounds,
             threshold(config.window_s, config.false_alarms_per_month, levels),
             month_windows(config.window_s),
         )

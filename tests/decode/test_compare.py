@@ -176,6 +176,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("--set", "bench.methods=[medua]"): r"bench\.methods.*closest: 'medusa'",
         ("--suite", "lod"): "closest: 'load'.*robustness",
         ("--suite", "x" * 300): "no suite and no file",
+        ("--suite", "load"): "--methods: the suite 'load' compares none and eagle31-pid only",
     }.items():
         with pytest.raises(ConfigError, match=wanted):
             CliRunner().invoke(

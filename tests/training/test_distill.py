@@ -193,6 +193,26 @@ def test_the_budget_ends_the_run_with_the_schedule(toy: Toy, tmp_path: Path) -> 
     assert rates[-1] < 0.35 * max(rates)
 
 
+def test_a_flat_acceptance_ends_the_stage(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = [{"depth": 1, "steps": 60}, {"depth": 2, "steps": 60}]
+    changes = {"stages": stages, "eval_every": 3, "patience": 2, "flat_gain": 1.0}  # nothing gains a whole token
+    at = context(toy, tmp_path / "flat", **changes)
+    metrics = distill.run(at)
+    told = [line for line in capsys.readouterr().err.splitlines() if "is flat" in line]
+    assert [line.split(": ")[1] for line in told] == ["step 9", "step 18"]  # the third validation of each stage
+    assert told[0].endswith("depth 2 begins")
+    assert told[1].endswith("training ends")
+    assert metrics["steps"] == 18
+    curves = manifest.read_json(at.out / "curves.json")
+    trained = [(row["depth"], row["step"], len(row["top1_by_step"])) for row in curves if "depth" in row]
+    assert trained == [(1, 9, 1), (2, 18, 2)]
+    rates = [row["learning_rate"] for row in curves if "depth" in row]
+    assert rates[1] < rates[0], "the schedule goes on from where the stage would have ended"
+    for name, more in {"null": {"patience": None}, "few": {"patience": 40}}.items():
+        whole = distill.run(context(toy, tmp_path / name, **(changes | {"stages": [{"depth": 1, "steps": 15}]} | more)))
+        assert whole["steps"] == 15
+
+
 def test_a_loss_that_is_not_finite_names_step_and_rows(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = distill.distillation_loss
     calls = []

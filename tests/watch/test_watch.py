@@ -280,6 +280,10 @@ class TestCommand:
         assert once("ftp://x", bundle)[0] == 2
         code, _, err = once(site.url, tmp_path / "none")
         assert (code, err.count("\n")) == (6, 1)
+        (bundle / "acceptance.json").write_text(reference(0.5, prompts=[(100, [50])]).model_dump_json())
+        code, _, err = once(site.url, bundle)
+        assert (code, err.count("\n")) == (6, 1), err
+        assert "no fall can be told from 1 prompt with first-position acceptance 0.50" in err
 
     def test_an_event_without_a_prefect_server_is_refused(self, site: Site, bundle: Path, tmp_path: Path) -> None:
         code, _, err = once(site.url, bundle, "--event", PREFECT_API_URL="", PREFECT_HOME=str(tmp_path / "prefect"))
